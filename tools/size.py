@@ -1,0 +1,105 @@
+"""`make size`: code lines of the package, per chapter and in all, against the budgets of DESIGN R5. Exit 1 over a hard budget.
+
+A code line holds at least one token that is not a comment and not part of a docstring. Chapters own files by the longest matching
+prefix below (DESIGN §5). The default path is what a request to `mini-engine serve` runs through with no option given.
+
+No vLLM counterpart.
+"""
+
+import ast
+import io
+import sys
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+PACKAGE = Path(__file__).resolve().parent.parent / "mini_engine"
+
+DEFAULT_PATH_BUDGET = 6_000  #: hard
+TOTAL_BUDGET = 12_000  #: hard
+CHAPTER_BUDGET = 900  #: a warning
+FILE_WARNING = 350  #: lines of one file, all of them
+FILE_LIMIT = 450  #: hard; tests/test_rules.py holds it
+
+#: path prefix under mini_engine/ → chapter; everything else at the top level is plain data and belongs to 01
+CHAPTERS = {
+    "": "01 one-request",
+    "wire/": "02 wire-protocol",
+    "transport/": "03 sockets-and-lifetimes",
+    "engine_core/": "04 busy-loop",
+    "scheduler/": "05 scheduler",
+    "step.py": "05 scheduler",
+    "kv_cache/": "06 kv-cache",
+    "executor/": "07 forward",
+    "worker/": "07 forward",
+    "model/": "07 forward",
+    "sampling/": "08 sampling",
+    "llm/": "10 async-llm",
+    "text/": "11 incremental-detokenization",
+    "render/": "12 rendering",
+    "server/": "13 http-and-sse",
+    "bench/": "15 python-overhead",
+}
+NOT_DEFAULT = {"15 python-overhead"}  #: chapters whose files no request of the default path enters
+
+
+def chapter_of(relative: str) -> str:
+    """The chapter that owns mini_engine/<relative>."""
+    return CHAPTERS[max((prefix for prefix in CHAPTERS if relative.startswith(prefix)), key=len)]
+
+
+def code_lines(source: str) -> int:
+    """Lines with code: no blanks, no comments, no docstrings."""
+    lines: set[int] = set()
+    skip = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in skip:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and ast.get_docstring(node, clean=False) is not None
+        ):
+            docstring = node.body[0]
+            assert docstring.end_lineno is not None
+            lines.difference_update(range(docstring.lineno, docstring.end_lineno + 1))
+    return len(lines)
+
+
+def measure(package: Path) -> tuple[Counter[str], Counter[str]]:
+    """Code lines and files per chapter."""
+    lines: Counter[str] = Counter()
+    files: Counter[str] = Counter()
+    for path in sorted(package.rglob("*.py")):
+        chapter = chapter_of(path.relative_to(package).as_posix())
+        lines[chapter] += code_lines(path.read_text(encoding="utf-8"))
+        files[chapter] += 1
+    return lines, files
+
+
+def main() -> int:
+    lines, files = measure(PACKAGE)
+    table = Table(box=None, pad_edge=False)
+    for column, justify in (("chapter", "left"), ("files", "right"), ("code lines", "right"), ("budget", "right"), ("", "left")):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    for chapter in sorted(lines):
+        note = "" if lines[chapter] < CHAPTER_BUDGET else "over (a warning)"
+        table.add_row(chapter, f"{files[chapter]}", f"{lines[chapter]:,}", f"{CHAPTER_BUDGET:,}", note)
+    default = sum(count for chapter, count in lines.items() if chapter not in NOT_DEFAULT)
+    over = False
+    for name, count, budget in (("default path", default, DEFAULT_PATH_BUDGET), ("all", lines.total(), TOTAL_BUDGET)):
+        over |= count >= budget
+        table.add_row(name, "", f"{count:,}", f"{budget:,}", "OVER BUDGET" if count >= budget else "")
+    console = Console(width=100)
+    console.print(table)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if (length := len(path.read_text(encoding="utf-8").splitlines())) > FILE_WARNING:
+            console.print(f"warning: {path.relative_to(PACKAGE.parent)} has {length} lines (warning {FILE_WARNING}, limit {FILE_LIMIT})")
+    return int(over)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
