@@ -40,7 +40,8 @@ class CachedRequestData:
 class SchedulerOutput:
     """The work of one step. For request r, tokens [num_computed_tokens, num_computed_tokens + num_scheduled_tokens[r]) are computed.
 
-    Iteration order of num_scheduled_tokens is the order of scheduling, the same on every rank.
+    Iteration order of num_scheduled_tokens is the order of scheduling, the same on every rank. A request may read KV that one before
+    it in that order writes in this very step (two equal prompts arriving together): a worker writes a layer's KV before it reads any.
     A token inside that range which the worker itself sampled in an earlier step is not sent: the worker has it.
     """
 
