@@ -1,0 +1,1 @@
+"""Text from token ids, as they come, and stop strings in it. Chapter 11."""
