@@ -17,7 +17,7 @@ def engine_identity(engine_index: int) -> bytes:
     return engine_index.to_bytes(2, "little")
 
 
-class HandshakeStatus(msgspec.Struct):
+class HandshakeStatus(msgspec.Struct, omit_defaults=True):
     """HELLO and READY, engine → front-end. Only the wire's own two words are accepted for `status`."""
 
     status: str

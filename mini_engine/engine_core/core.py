@@ -1,0 +1,257 @@
+"""EngineCore: scheduler and executor, one step at a time. No socket, no thread, no queue of its own but the one for early aborts.
+
+    preprocess()          EngineCoreRequest → Request, or Refusal    any thread: it hashes the prompt
+    admit()               Request → the scheduler's queue            from here on: one thread, the core loop's
+    step()                schedule → forward → sample → early aborts → update; the messages to the front-ends
+
+Promises  a request is refused with an ERROR output that says why, or it is live until its own last output.
+Callers   EngineCoreProc's busy loop, InprocClient, tests and notebooks: all drive step() themselves.
+Not here  policy (scheduler/), the device (executor/), sockets and threads (proc.py, io.py).
+
+Forms 5 to 8 of a request pass through here.    vLLM: v1/engine/core.py::EngineCore
+"""
+
+import logging
+import queue
+import uuid
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from mini_engine.config import EngineConfig
+from mini_engine.engine_core.utility import utility
+from mini_engine.exceptions import VLLMValidationError
+from mini_engine.executor.abstract import Executor
+from mini_engine.kv_cache.block_hash import get_request_block_hasher
+from mini_engine.scheduler.request import Request, RequestStatus
+from mini_engine.scheduler.scheduler import Scheduler
+from mini_engine.step import KVCacheConfig
+from mini_engine.wire.handshake import EngineCoreReadyResponse
+from mini_engine.wire.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+
+logger = logging.getLogger(__name__)
+
+VLLM_VERSION = "0.32.0"  #: the release whose wire this is; stock front-ends show it and do not check it
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An ADD that cannot be served, and why. Takes the Request's way to the core loop, which knows what is live."""
+
+    request_id: str
+    client_index: int
+    reason: str
+
+
+def finish_outputs(request_ids: list[str], finish_reason: FinishReason, stop_reason: str | None = None) -> EngineCoreOutputs:
+    """The last word on requests that end without a token."""
+    outputs = [EngineCoreOutput(request_id, [], finish_reason=finish_reason, stop_reason=stop_reason) for request_id in request_ids]
+    return EngineCoreOutputs(outputs=outputs, finished_requests=set(request_ids))
+
+
+class EngineCore:
+    """The engine behind the boundary. Raises VLLMValidationError from __init__ for a configuration that cannot work."""
+
+    def __init__(self, config: EngineConfig, executor: Executor | None = None, *, engine_index: int = 0) -> None:
+        self.config = config
+        self.engine_index = engine_index
+        self.instance_id = uuid.uuid4().hex
+        self.executor = executor or Executor.get_class(config)(config)
+        try:
+            self.kv_cache_config, max_model_len = self._initialize_kv_cache()
+            self.scheduler = Scheduler(config, self.kv_cache_config, max_model_len)
+        except BaseException:
+            self.executor.shutdown()
+            raise
+        self._block_hasher = get_request_block_hasher(config.block_size) if config.enable_prefix_caching else None
+        #: ids to abort before the step in flight is accounted for; see process_aborts_queue
+        self.aborts_queue: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+        self._num_early_aborts = 0  #: taken from aborts_queue, their twins in the input queue not yet seen
+
+    def _initialize_kv_cache(self) -> tuple[KVCacheConfig, int]:
+        """Blocks from memory, and the longest request they allow."""
+        config, executor = self.config, self.executor
+        spec = executor.get_kv_cache_spec()
+        num_blocks = config.num_gpu_blocks_override or executor.determine_num_available_blocks(spec)
+        size = config.block_size
+        num_tokens = (num_blocks - 1) * size  # block 0 is the null block
+        if num_tokens <= 0:
+            raise VLLMValidationError(
+                f"no room for a KV cache: one block of {size} tokens takes {spec.page_size_bytes:,} bytes, and two are needed; "
+                "raise kv_cache_memory_bytes (CPU) or gpu_memory_utilization (GPU)"
+            )
+        asked = config.max_model_len
+        if asked is not None and asked > executor.max_model_len:
+            raise VLLMValidationError(
+                f"max_model_len {asked} is more than the model's own {executor.max_model_len}: ask for at most that",
+                parameter="max_model_len",
+                value=asked,
+            )
+        if asked is not None and asked > num_tokens:
+            raise VLLMValidationError(
+                f"max_model_len {asked} does not fit: the KV cache holds {num_tokens} tokens ({num_blocks} blocks of {size}, one unused); "
+                f"ask for at most {num_tokens}, or give it more memory",
+                parameter="max_model_len",
+                value=asked,
+            )
+        max_model_len = asked or min(executor.max_model_len, num_tokens)
+        logger.info(
+            "KV cache: %d blocks of %d tokens = %d tokens, %.1f MiB; max_model_len %d%s; room for %.1f requests of that length",
+            num_blocks,
+            size,
+            num_tokens,
+            num_blocks * spec.page_size_bytes / 2**20,
+            max_model_len,
+            "" if asked or max_model_len == executor.max_model_len else f" (the model's {executor.max_model_len} would not fit)",
+            num_tokens / max_model_len,
+        )
+        kv_cache_config = KVCacheConfig(num_blocks, size)
+        executor.initialize_from_config(kv_cache_config)
+        return kv_cache_config, max_model_len
+
+    def ready_response(self) -> EngineCoreReadyResponse:
+        """What the front-ends have to know and to respect."""
+        config, kv = self.config, self.kv_cache_config
+        num_tokens = (kv.num_blocks - 1) * kv.block_size
+        return EngineCoreReadyResponse(
+            max_model_len=self.scheduler.max_model_len,
+            num_gpu_blocks=kv.num_blocks,
+            block_size=kv.block_size,
+            dp_stats_address=None,
+            dtype=self.executor.dtype,
+            vllm_version=VLLM_VERSION,
+            world_size=1,
+            data_parallel_size=1,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            data_parallel_rank=self.engine_index,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            instance_id=self.instance_id,
+            supports_lora=False,
+            max_loras=0,
+            kv_cache_size_tokens=num_tokens,
+            kv_cache_max_concurrency=num_tokens / self.scheduler.max_model_len,
+            effective_attention_block_size=kv.block_size,
+        )
+
+    # ── requests in ─────────────────────────────────────────────────────────────────────────────────────
+
+    def preprocess_add_request(self, request: EngineCoreRequest) -> Request:
+        """Form 4 → form 5. Any thread. Raises VLLMValidationError for what this engine cannot serve."""
+        return Request.from_engine_core_request(request, self._block_hasher)
+
+    def preprocess(self, request: EngineCoreRequest) -> Request | Refusal:
+        """The same, never raising: one request's trouble is that request's."""
+        try:
+            return self.preprocess_add_request(request)
+        except VLLMValidationError as e:
+            reason = str(e)
+        except Exception as e:
+            logger.exception("request %s could not be prepared", request.request_id)
+            reason = f"internal error: {type(e).__name__}: {e}"
+        return Refusal(request.request_id, request.client_index, reason)
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. Raises VLLMValidationError when it can never be served, or its id is in use."""
+        self.scheduler.add_request(request)
+
+    def admit(self, request: Request | Refusal) -> EngineCoreOutputs | None:
+        """Queue a request, or answer with an ERROR output for its client. Never raises for what a client can cause.
+
+        A second ADD with the id of a live request: to the client that owns the first, an ERROR output would be the end of the
+        *first* (outputs carry nothing but the id), which goes on here. So it is logged and dropped, and the id still gets exactly
+        one last output. Another client's streams are its own: it gets the ERROR. (Stock vLLM dies of either, WIRE T8.)
+        """
+        live = self.scheduler.requests.get(request.request_id)
+        if live is not None and live.client_index == request.client_index:
+            logger.error("dropped an ADD: its client has a live request with the same id %r already", request.request_id)
+            return None
+        try:
+            if isinstance(request, Request):
+                self.add_request(request)
+                return None
+            reason = request.reason
+        except VLLMValidationError as e:
+            reason = str(e)
+        logger.warning("refused request %r: %s", request.request_id, reason)
+        return finish_outputs([request.request_id], FinishReason.ERROR, reason)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        """End requests at their client's wish: no output follows. Unknown and finished ids are ignored."""
+        self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+
+    def abort_requests_in_order(self, request_ids: list[str]) -> None:
+        """An abort that has arrived through the input queue: behind its ADD for certain. Its twin in aborts_queue is used up with it,
+        lest it hit a later request with the same id."""
+        if self._num_early_aborts:
+            self._num_early_aborts -= 1  # the twin was taken during a step
+        else:
+            self.aborts_queue.get_nowait()  # it is there: the input thread puts it there first
+        self.abort_requests(request_ids)
+
+    def process_aborts_queue(self) -> None:
+        """Aborts that arrived during the forward: taken before update, so that no token is accounted to a request nobody waits for."""
+        while not self.aborts_queue.empty():
+            self._num_early_aborts += 1
+            self.abort_requests(self.aborts_queue.get_nowait())
+
+    # ── the step ────────────────────────────────────────────────────────────────────────────────────────
+
+    def step(self) -> tuple[dict[int, EngineCoreOutputs], bool]:
+        """One step: (messages by client_index, whether the model ran). Nothing to do: ({}, False).
+
+        An exception is the end of the engine: counters have moved, the device is in doubt.
+        """
+        if not self.scheduler.has_requests():
+            return {}, False
+        scheduler_output = self.scheduler.schedule()
+        future = self.executor.execute_model(scheduler_output, non_block=True)
+        assert isinstance(future, Future)
+        model_output = future.result()
+        if model_output is None:
+            sampled = self.executor.sample_tokens(None)
+            assert not isinstance(sampled, Future)
+            model_output = sampled
+        self.process_aborts_queue()
+        outputs = self.scheduler.update_from_output(scheduler_output, model_output)
+        return outputs, scheduler_output.total_num_scheduled_tokens > 0
+
+    def shutdown(self) -> None:
+        """Release the device. Idempotent."""
+        self.executor.shutdown()
+
+    # ── utilities: what a front-end may call by name (WIRE §3.6) ────────────────────────────────────────
+
+    @utility
+    def get_supported_tasks(self) -> list[str]:
+        return ["generate"]
+
+    @utility
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """False, and nothing changed, while any request holds blocks; running requests are never reset."""
+        return self.scheduler.reset_prefix_cache()
+
+    @utility
+    def reset_mm_cache(self) -> None:
+        """Nothing to reset: there is no multimodal input. A stock front-end does not start without an answer."""
+
+    @utility
+    def reset_encoder_cache(self) -> None:
+        """As reset_mm_cache."""
+
+    @utility
+    def is_sleeping(self) -> bool:
+        return False
+
+    @utility
+    def is_scheduler_paused(self) -> bool:
+        return False
+
+    @utility
+    def list_loras(self) -> list[int]:
+        return []
+
+    @utility
+    def get_weight_version(self) -> str:
+        return "default"

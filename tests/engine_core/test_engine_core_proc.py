@@ -1,0 +1,363 @@
+"""EngineCoreProc as a child process over real sockets: handshake, streams, the wire's traps, and every way to end."""
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import msgpack
+import msgspec
+import psutil
+import pytest
+
+from mini_engine.config import MockConfig
+from mini_engine.executor.mock import mock_generate
+from mini_engine.wire.codec import MsgpackEncoder
+from mini_engine.wire.messages import EngineCoreRequestType, FinishReason
+from tests.engine_core.harness import VOCAB_SIZE, make_request, mock_config, running_engine, write_model
+
+ADD, ABORT, UTILITY = EngineCoreRequestType.ADD, EngineCoreRequestType.ABORT, EngineCoreRequestType.UTILITY
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def shared(model, tmp_path_factory):
+    """One engine for all tests that leave it alive, with two front-ends."""
+    with running_engine(tmp_path_factory.mktemp("shared"), mock_config(model), num_clients=2) as (front_end, engine):
+        yield front_end, engine
+
+
+@pytest.fixture
+def front_end(shared):
+    front_end, engine = shared
+    yield front_end
+    front_end.add(make_request(request_id := f"alive-{time.monotonic_ns()}", [1, 2], 2))
+    front_end.until_finished(request_id)  # whatever the test did, the engine lives
+    assert front_end.streams.tokens[request_id] == mock_generate([1, 2], 2, VOCAB_SIZE)
+    assert engine.popen.poll() is None
+
+
+def test_handshake_says_where_the_engine_is_and_what_it_can_do(model, tmp_path):
+    for headless, transport in ((False, "ipc"), (True, "tcp")):
+        config = mock_config(model, max_num_seqs=7)
+        with running_engine(tmp_path / transport, config, transport=transport, headless=headless, engine_index=258) as (front_end, _):
+            where = {"local": not headless, "headless": headless}
+            assert front_end.hello == {"status": "HELLO"} | where
+            assert front_end.ready == {"status": "READY"} | where
+            (ready,) = front_end.ready_responses
+            assert (ready.max_model_len, ready.block_size, ready.num_gpu_blocks, ready.max_num_seqs) == (512, 16, 256, 7)
+            assert ready.data_parallel_rank == 258 and ready.dtype == "float32"
+            front_end.add(make_request("r", [1, 2, 3], 5))
+            front_end.until_finished("r")
+            assert front_end.streams.tokens["r"] == mock_generate([1, 2, 3], 5, VOCAB_SIZE)
+
+
+def test_ready_in_under_a_second_of_its_own_time(model, tmp_path):
+    with running_engine(tmp_path / "e", mock_config(model)) as (_, engine):
+        times = psutil.Process(engine.popen.pid).cpu_times()
+        assert times.user + times.system < 1.0
+
+
+def test_names_that_the_operating_system_shows(shared):
+    process = psutil.Process(shared[1].popen.pid)
+    assert process.cmdline()[0] == "mini-engine: core"
+    names = {Path(f"/proc/{process.pid}/task/{thread.id}/comm").read_text().strip() for thread in process.threads()}
+    assert {"core-loop", "core-input", "core-output"} <= names
+
+
+def test_many_interleaved_requests_are_the_oracles(front_end):
+    rng = random.Random(0)
+    prompts = {f"m{i}": [rng.randrange(4) for _ in range(rng.randint(1, 60))] for i in range(100)}
+    lengths = {request_id: rng.randint(1, 30) for request_id in prompts}
+    for request_id, prompt in prompts.items():
+        front_end.add(make_request(request_id, prompt, lengths[request_id]))
+    front_end.until_finished(*prompts)
+    for request_id, prompt in prompts.items():
+        assert front_end.streams.tokens[request_id] == mock_generate(prompt, lengths[request_id], VOCAB_SIZE)
+        assert front_end.streams.last[request_id].finish_reason is FinishReason.LENGTH
+
+
+def test_each_front_end_gets_its_own(front_end):
+    front_end.add(make_request("mine", [1], 3, client_index=0), client=0)
+    front_end.add(make_request("theirs", [1], 3, client_index=1), client=1)
+    front_end.until_finished("theirs", client=1)
+    front_end.until_finished("mine", client=0)
+    assert front_end.call(5, "get_supported_tasks", client=1).result.value == ["generate"]
+
+
+def test_large_logprobs_travel_in_frames_of_their_own(front_end):
+    front_end.add(make_request("lp", [1, 2], 3, logprobs=-1))
+    front_end.until_finished("lp")
+    first = front_end.streams.first["lp"].new_logprobs
+    assert first.logprobs.shape == (1, VOCAB_SIZE + 1) and first.logprob_token_ids[0, 0] == front_end.streams.tokens["lp"][0]
+
+
+def test_an_abort_is_silent_and_frees_everything(front_end):
+    front_end.add(make_request("gone", [1, 2], 500))
+    front_end.until(lambda: front_end.streams.tokens["gone"])
+    front_end.abort("gone", "unknown")
+    front_end.until(lambda: front_end.streams.stats[-1].num_running_reqs == 0)
+    assert "gone" not in front_end.streams.last and front_end.streams.stats[-1].kv_cache_usage == 0
+
+
+def test_an_abort_right_behind_its_add_leaks_nothing(front_end):
+    for i in range(50):
+        front_end.add(make_request(f"q{i}", [1, 2], 500))
+        front_end.abort(f"q{i}")
+    assert front_end.call(9, "reset_prefix_cache").result.value is True  # in order behind them: nobody holds a block
+    assert not [request_id for request_id in front_end.streams.last if request_id.startswith("q")]
+
+
+# ── traps ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def bad_add(request_id: str, **fields) -> bytes:
+    add = msgpack.unpackb(MsgpackEncoder().encode(make_request(request_id, [1]))[0], strict_map_key=False)
+    for position, value in fields.items():
+        add[int(position[1:])] = value
+    return msgpack.packb(add)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"_3": {"temperature": -1.0}}, "temperature must be in [0, 2], got -1.0"),
+        ({"_3": {"temperature": float("nan")}}, "temperature"),
+        ({"_3": {"max_tokens": None}}, "max_tokens"),
+        ({"_3": {"max_tokens": "many"}}, "$[3].max_tokens"),
+        ({"_3": None}, "sampling_params"),
+        ({"_1": "text"}, "$[1]"),
+        ({"_1": None}, "prompt_token_ids"),
+        ({"_1": [1] * 600}, "600"),
+        ({"_5": "now"}, "$[5]"),
+        ({"_15": True}, "resumable"),
+        ({"_11": 7}, "client_index"),
+        ({"_11": -1}, "client_index"),
+        ({"_11": "me"}, "$[11]"),
+        ({"_9": ["float32", [4], 1]}, "prompt_embeds"),
+    ],
+)
+def test_a_bad_add_is_that_requests_error(front_end, fields, reason):
+    request_id = f"bad-{fields}"
+    front_end.send(ADD, bad_add(request_id, **fields))
+    front_end.until_finished(request_id)
+    last = front_end.streams.last[request_id]
+    assert last.finish_reason is FinishReason.ERROR and reason in last.stop_reason
+
+
+def test_a_short_add_is_answered_where_it_came_from(front_end):
+    front_end.send(ADD, msgpack.packb(["short", [1]]), client=1)
+    front_end.until_finished("short", client=1)
+    assert "at least length 9" in front_end.streams.last["short"].stop_reason
+
+
+def test_two_adds_with_one_id_make_one_stream(front_end):
+    front_end.add(make_request("twice", [1, 2], 300))
+    front_end.add(make_request("twice", [3], 300))
+    front_end.send(ADD, bad_add("twice", _3={"temperature": 9.0}))
+    front_end.until_finished("twice")
+    assert front_end.streams.tokens["twice"] == mock_generate([1, 2], 300, VOCAB_SIZE)
+
+
+def test_utility_calls_always_get_an_answer(front_end):
+    call_id = 2**64 - 1
+    assert front_end.call(call_id, "reset_mm_cache").result == msgspec.convert(
+        [None, None], type(front_end.call(1, "reset_mm_cache").result)
+    )
+    for method, args in (("nonexistent", ()), ("profile", (True,)), ("__init__", ()), ("reset_prefix_cache", (1, 2, 3))):
+        reply = front_end.call(call_id, method, *args)
+        assert reply.result is None and reply.failure_message.startswith(f"Call to {method} method failed")
+    front_end.send(UTILITY, msgpack.packb([0, 77]))
+    front_end.until(lambda: 77 in front_end.utilities)
+    assert "malformed" in front_end.utilities.pop(77).failure_message
+    front_end.send(UTILITY, msgpack.packb([99, 78, "get_supported_tasks", []]))  # no such client: the one who asked
+    front_end.until(lambda: 78 in front_end.utilities)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b""],
+        [b"\x00"],
+        [b"\x00", b""],
+        [b"\x00", b"\xc1"],
+        [b"\x00", b"\x91" * 100_000],
+        [b"\x00", msgpack.packb([7, [1]])],
+        [b"\x01"],
+        [b"\x01", msgpack.packb("id")],
+        [b"\x01", msgpack.packb([1, None])],
+        [b"\x02", msgpack.packb([1, None])],
+        [b"\x03"],
+        [b"\x03", msgpack.packb([0, True, "is_sleeping", []])],
+        [b"\x03", msgpack.packb({"a": 1})],
+        [b"\x04", msgpack.packb("boom")],
+        [b"\x05", msgpack.packb("stop")],
+        [b"\xff", b"x"],
+        [b"READY"],
+        [b"\x00\x00", msgpack.packb(["r", [1]])],
+    ],
+    ids=repr,
+)
+def test_garbage_is_ignored(front_end, frames):
+    front_end.send(*[frame[:50] if len(frame) > 1000 else frame for frame in frames])
+    front_end.send(*frames)
+
+
+def test_fuzz(front_end):
+    """Mutated messages of every kind, between good ones: the good ones are all answered (by the fixture's request, too)."""
+    rng = random.Random(1)
+    good = [bad_add("fuzz"), msgpack.packb(["fuzz"]), msgpack.packb([0, 5, "is_sleeping", []])]
+    for _ in range(3000):
+        frame = bytearray(rng.choice(good))
+        for _ in range(rng.randint(0, 3)):
+            at = rng.randrange(len(frame))
+            frame[at : at + rng.randint(0, 2)] = rng.randbytes(rng.randint(0, 2))
+        front_end.requests[rng.randrange(2)].send_multipart(
+            [front_end.identity, bytes([rng.randrange(6)]), bytes(frame)][: rng.randint(2, 3)]
+        )
+    for client in (0, 1):
+        front_end.streams.last.clear()  # the fuzz reuses ids, finished ones too
+        front_end.send(UTILITY, msgpack.packb([client, 1000 + client, "is_sleeping", []]), client=client)
+        while 1000 + client not in front_end.utilities:
+            front_end.streams.last.clear()
+            assert front_end.receive(client) is not None
+
+
+# ── ends ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, "parent gone"])
+def test_an_orderly_end_aborts_what_runs_then_says_dead(model, tmp_path, how):
+    with running_engine(tmp_path / "e", mock_config(model, MockConfig(num_blocks=256, step_ms=1)), num_clients=2) as (front_end, engine):
+        front_end.add(make_request("a", [1, 2], 500))
+        front_end.add(make_request("b", [1, 2], 500, client_index=1), client=1)
+        front_end.until(lambda: front_end.streams.tokens["a"])
+        if how == "parent gone":
+            engine.parent_gone()
+        else:
+            engine.popen.send_signal(how)
+        for client, request_id in ((0, "a"), (1, "b")):
+            front_end.dead = False
+            front_end.until_dead(client)
+            assert front_end.streams.last[request_id].finish_reason is FinishReason.ABORT
+        assert engine.wait() == 0
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, "parent gone"])
+def test_an_idle_engine_ends_too(model, tmp_path, how):
+    with running_engine(tmp_path / "e", mock_config(model)) as (front_end, engine):
+        engine.parent_gone() if how == "parent gone" else engine.popen.send_signal(how)
+        front_end.until_dead()
+        assert engine.wait() == 0
+
+
+def test_the_parent_gone_with_its_sockets_ends_the_engine(model, tmp_path):
+    with running_engine(tmp_path / "e", mock_config(model)) as (front_end, engine):
+        front_end.add(make_request("a", [1, 2], 500))
+        front_end.until(lambda: front_end.streams.tokens["a"])
+        front_end.close()
+        engine.parent_gone()
+        assert engine.wait() == 0
+
+
+def test_a_crash_is_told_by_dead_and_by_the_exit_code(model, tmp_path):
+    config = mock_config(model, MockConfig(num_blocks=256, crash_at_step=3))
+    with running_engine(tmp_path / "e", config, num_clients=2) as (front_end, engine):
+        front_end.add(make_request("a", [1, 2], 50))
+        for client in (0, 1):
+            front_end.dead = False
+            front_end.until_dead(client)
+        assert front_end.streams.tokens["a"] == mock_generate([1, 2], 2, VOCAB_SIZE) and "a" not in front_end.streams.last
+        assert engine.wait() == 1
+        assert "crash at step 3" in engine.log.read_text()
+
+
+def test_a_hanging_device_does_not_keep_the_process(model, tmp_path):
+    config = mock_config(model, MockConfig(num_blocks=256, hang_at_step=2))
+    with running_engine(tmp_path / "e", config) as (front_end, engine):
+        front_end.add(make_request("a", [1, 2], 50))
+        front_end.until(lambda: front_end.streams.tokens["a"])
+        front_end.add(make_request("b", [1, 2], 50))
+        engine.parent_gone()
+        front_end.until_dead()
+        assert engine.wait() == 1
+
+
+def test_a_learners_codec_that_fails_ends_the_engine_loudly(model, tmp_path):
+    file = tmp_path / "codec.py"
+    file.write_text("def encode(obj):\n    raise KeyError('mine')\n")
+    with running_engine(tmp_path / "e", mock_config(model, overlay={"wire.codec": str(file)})) as (front_end, engine):
+        front_end.add(make_request("a", [1, 2], 50))
+        front_end.until_dead()
+        assert engine.wait() == 1
+        assert "core-output died" in engine.log.read_text()
+
+
+@pytest.mark.parametrize(("changes", "word"), [({"max_model_len": 100_000}, "100000"), ({"model": "/no/such/model"}, "/no/such/model")])
+def test_what_cannot_start_says_why_without_a_traceback(model, tmp_path, changes, word):
+    with running_engine(tmp_path / "e", mock_config(model, **changes), handshake=False) as (front_end, engine):
+        front_end.receive_handshake()
+        front_end.send_init()
+        front_end.until_dead()
+        assert engine.wait() == 2
+        log = engine.log.read_text()
+        assert word in log and "Traceback" not in log
+
+
+@pytest.mark.parametrize(
+    "init", [b"", b"\x80", msgpack.packb({"addresses": {"inputs": [], "outputs": []}}), msgpack.packb({"addresses": {"inputs": ["x"]}})]
+)
+def test_an_unreadable_init_is_fatal(model, tmp_path, init):
+    with running_engine(tmp_path / "e", mock_config(model), handshake=False) as (front_end, engine):
+        front_end.receive_handshake()
+        front_end.send_init(init)
+        assert engine.wait() == 1
+
+
+@pytest.mark.parametrize(("how", "code"), [(signal.SIGTERM, 143), ("parent gone", 1)])
+def test_it_ends_at_once_while_it_starts(model, tmp_path, how, code):
+    with running_engine(tmp_path / "e", mock_config(model), handshake=False) as (front_end, engine):
+        front_end.receive_handshake()  # it waits for INIT now
+        engine.parent_gone() if how == "parent gone" else engine.popen.send_signal(how)
+        assert engine.wait() == code
+
+
+def test_idle_costs_nothing(model, tmp_path):
+    with running_engine(tmp_path / "e", mock_config(model)) as (front_end, engine):
+        front_end.add(make_request("a", [1, 2], 3))
+        front_end.until_finished("a")
+        front_end.call(1, "is_sleeping")
+        process = psutil.Process(engine.popen.pid)
+        before = process.cpu_times()
+        assert not front_end.outputs[0].poll(300)  # nothing comes, for 0.3 s
+        after = process.cpu_times()
+        assert (after.user + after.system) - (before.user + before.system) <= 0.02
+
+
+def test_two_engines_side_by_side(model, tmp_path):
+    configs = [mock_config(model, MockConfig(num_blocks=256, vocab_size=v)) for v in (100, 200)]
+    with running_engine(tmp_path / "a", configs[0]) as (a, _), running_engine(tmp_path / "b", configs[1]) as (b, _):
+        for front_end in (a, b):
+            for i in range(10):
+                front_end.add(make_request(f"{i}", [i], 20))
+        for front_end, vocab_size in ((a, 100), (b, 200)):
+            front_end.until_finished(*map(str, range(10)))
+            for i in range(10):
+                assert front_end.streams.tokens[f"{i}"] == mock_generate([i], 20, vocab_size)
+
+
+def test_large_messages_reuse_buffers_and_stay_whole(model, tmp_path):
+    """Frames of more than 64 KiB are sent without a copy: their buffers must not be written again before zmq is done with them."""
+    config = mock_config(model, MockConfig(num_blocks=8000), max_num_seqs=1500, check=False)
+    with running_engine(tmp_path / "e", config, transport="tcp") as (front_end, engine):
+        ids = [f"{i}-{'x' * 60}" for i in range(1500)]
+        for i, request_id in enumerate(ids):
+            front_end.add(make_request(request_id, [i % 9], 40))
+        front_end.until_finished(*ids)
+        for i, request_id in enumerate(ids):
+            assert front_end.streams.tokens[request_id] == mock_generate([i % 9], 40, VOCAB_SIZE)
+        assert engine.popen.poll() is None
