@@ -1,0 +1,81 @@
+"""Weights from disk into the decoder's fused tensors, one tensor at a time: no second copy of the model is ever in memory.
+
+Promises  after load_model() every weight has been written exactly once, in the dtype asked for; else it raises, naming file and tensor.
+
+Stands before a request's path.    vLLM: model_executor/model_loader/default_loader.py
+"""
+
+import json
+import logging
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from mini_engine.exceptions import VLLMValidationError
+from mini_engine.model.config import ModelConfig
+from mini_engine.model.decoder import Decoder
+
+logger = logging.getLogger(__name__)
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def load_model(model_dir: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
+    """Read config.json and the weights of `model_dir`. Raises VLLMValidationError for whatever is missing, corrupt or unsupported."""
+    files = weight_files(model_dir)
+    model = Decoder(ModelConfig.from_dir(model_dir), dtype, device)
+    with torch.inference_mode():
+        load_weights(model, iterate_safetensors(files), where=str(model_dir))
+        model.pack()
+    return model
+
+
+def weight_files(model_dir: str | Path) -> list[Path]:
+    """The safetensors files of a model directory: those its index names, or the single one."""
+    model_dir = Path(model_dir)
+    index = model_dir / INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as e:
+            raise VLLMValidationError(f"{index}: not a safetensors index: {type(e).__name__}: {e}") from e
+    else:
+        names = [SINGLE]
+    missing = [name for name in names if not (model_dir / name).is_file()]
+    if missing:
+        raise VLLMValidationError(f"{model_dir}: no {', '.join(missing)}; the directory must hold all weights as safetensors")
+    return [model_dir / name for name in names]
+
+
+def iterate_safetensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) over all files. The tensor is a view of the mapped file: copy it before asking for the next."""
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  (not a dict: keys() is all it has)
+                    yield name, opened.get_tensor(name)
+        except (SafetensorError, OSError) as e:
+            raise VLLMValidationError(f"{file}: corrupt or truncated safetensors file ({e}); fetch it again") from e
+
+
+def load_weights(model: Decoder, weights: Iterable[tuple[str, Tensor]], where: str) -> None:
+    """Copy `weights` into the model's slots. Names that the model has no use for are logged (rotary tables, a tied lm_head)."""
+    slots = model.slots()
+    unused = []
+    for name, tensor in weights:
+        slot = slots.pop(name, None)
+        per_head = name.endswith(("q_norm.weight", "k_norm.weight"))  # one vector, copied to each head's row
+        if slot is None:
+            unused.append(name)
+        elif tensor.shape == (slot.shape[1:] if per_head else slot.shape):
+            slot.copy_(tensor)
+        else:
+            raise VLLMValidationError(f"{where}: {name} has shape {list(tensor.shape)}, but config.json asks for {list(slot.shape)}")
+    if slots:
+        names = sorted(slots)
+        raise VLLMValidationError(f"{where}: {len(names)} weight(s) missing, first {', '.join(names[:3])}")
+    if unused:
+        logger.info("%d tensor(s) of the checkpoint not used, e.g. %s", len(unused), unused[0])

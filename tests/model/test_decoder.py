@@ -1,0 +1,119 @@
+"""Logits: equal to transformers' (eager attention) for every family, and to themselves however the work is cut and placed."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mini_engine.model import attention
+from mini_engine.model.decoder import Decoder
+from mini_engine.model.loader import load_model
+from tests.model.paged import PagedRun, dense_logits
+from tests.tiny_model import FAMILIES, LLAMA3_ROPE, Family, load_reference, make_tiny_model
+
+VARIANTS = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "llama-rope3-tied": {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True},
+    "llama-biases": {"attention_bias": True, "mlp_bias": True},
+    "qwen3-bias": {"attention_bias": True},
+    "llama-no-gqa": {"num_kv_heads": 6},
+    "llama-one-kv-head": {"num_kv_heads": 1},
+}
+
+
+def random_sequences(seed: int, lengths: list[int]) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, 256, n).tolist() for n in lengths]
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    family: Family = request.param.split("-")[0]
+    return make_tiny_model(tmp_path_factory.mktemp(request.param), family, **VARIANTS[request.param])
+
+
+@pytest.fixture(scope="module")
+def model64(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return load_model(make_tiny_model(tmp_path_factory.mktemp("model64")), torch.float64)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 2e-5)])
+def test_logits_equal_transformers(model_dir: Path, dtype: torch.dtype, tolerance: float) -> None:
+    """200 tokens: past original_max_position_embeddings of the scaled rope. (transformers norms and softmaxes in float32 at best.)"""
+    model, reference = load_model(model_dir, dtype), load_reference(model_dir, dtype)
+    (sequence,) = random_sequences(1, [200])
+    with torch.inference_mode():
+        expected = reference(torch.tensor([sequence])).logits[0]
+        run = PagedRun(model, [sequence], block_size=16, seed=1)
+        for n in (100, 1, 60, 39):
+            run.step([(0, n)])
+    torch.testing.assert_close(run.all_logits(0), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_half_precision_is_close(family: Family, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Nothing is computed in a type too small for it: the error against float64 is no larger than transformers' own, twice over."""
+    make_tiny_model(tmp_path, family)
+    (sequence,) = random_sequences(2, [100])
+    with torch.inference_mode():
+        exact = dense_logits(load_model(tmp_path, torch.float64), sequence)
+        ours = dense_logits(load_model(tmp_path, dtype), sequence).double()
+        theirs = load_reference(tmp_path, dtype)(torch.tensor([sequence])).logits[0].double()
+    assert (ours - exact).abs().mean() <= 2 * (theirs - exact).abs().mean()
+
+
+@pytest.mark.parametrize("chunk", [1, 15, 16, 17, 50])  # around block_size = 16
+def test_chunked_prefill_equals_dense(model64: Decoder, chunk: int) -> None:
+    (sequence,) = random_sequences(3, [50])
+    with torch.inference_mode():
+        run = PagedRun(model64, [sequence], block_size=16, seed=3)
+        while run.computed[0] < 50:
+            run.step([(0, min(chunk, 50 - run.computed[0]))])
+        torch.testing.assert_close(run.all_logits(0), dense_logits(model64, sequence), rtol=0, atol=1e-12)
+
+
+@given(data=st.data(), seed=st.integers(0, 2**16), block_size=st.sampled_from([1, 2, 7, 16]))
+def test_any_batching_equals_dense(model64: Decoder, data: st.DataObject, seed: int, block_size: int) -> None:
+    """Mixed steps of chunks and single tokens, any blocks, padding, junk everywhere else: float64, so a wrong index cannot hide."""
+    sequences = random_sequences(seed, data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=6), label="lengths"))
+    with torch.inference_mode():
+        run = PagedRun(model64, sequences, block_size, seed)
+        while todo := [i for i, s in enumerate(sequences) if run.computed[i] < len(s)]:
+            chosen = data.draw(st.lists(st.sampled_from(todo), min_size=1, unique=True), label="chosen")
+            sizes = st.integers(1, 12) | st.just(1)
+            run.step([(i, min(data.draw(sizes, label="n"), len(sequences[i]) - run.computed[i])) for i in chosen])
+        for i, sequence in enumerate(sequences):
+            torch.testing.assert_close(run.all_logits(i), dense_logits(model64, sequence), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("gather", "waste", "tile"), [(1, 1, 1), (2000, 1 << 30, 3), (1 << 30, 1, 4), (1 << 30, 1 << 30, 7)])
+def test_grouping_changes_nothing(model64: Decoder, gather: int, waste: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every way to cut a step into groups: one request each, all together with padding, prefill tiles that do not divide the chunk."""
+    monkeypatch.setitem(attention.GATHER_BYTES, "cpu", gather)
+    monkeypatch.setitem(attention.WASTE_BYTES, "cpu", waste)
+    monkeypatch.setattr(attention, "QUERY_TILE", tile)
+    lengths = [40, 3, 17, 16, 25, 1]
+    sequences = random_sequences(4, lengths)
+    with torch.inference_mode():
+        run = PagedRun(model64, sequences, block_size=4, seed=4)
+        run.step([(i, max(1, n - 9)) for i, n in enumerate(lengths) if n > 1])
+        run.step([(0, 5), (1, 1), (2, 1), (4, 1), (5, 1)])
+        run.step([(0, 1), (2, 5), (3, 9)])
+        run.step([(i, len(s) - run.computed[i]) for i, s in enumerate(sequences) if run.computed[i] < len(s)])
+        for i, sequence in enumerate(sequences):
+            torch.testing.assert_close(run.all_logits(i), dense_logits(model64, sequence), rtol=0, atol=1e-12)
+
+
+def test_padding_writes_the_null_block_only(model64: Decoder) -> None:
+    kv_caches = model64.new_kv_caches(4, 4)
+    metadata = attention.AttentionMetadata.build(np.array([9, -1, -1]), [3], [3], np.array([[2]]), kv_caches[0])
+    with torch.inference_mode():
+        model64.forward(torch.tensor([5, 6, 7]), torch.tensor([0, 0, 0]), kv_caches, metadata)
+    written = kv_caches[0].abs().sum((2, 3, 4)) > 0
+    assert written.nonzero().tolist() == [[0, 0], [2, 1]]
