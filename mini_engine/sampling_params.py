@@ -32,7 +32,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     """Sampling parameters of one request; the names, defaults and ranges are vLLM's.
 
     Fields that only the front-end uses (n, stop, detokenize, output_kind …) cross the wire all the same and are ignored by the
-    engine. `unbuilt()` says which of the requested features this engine would have to ignore; callers refuse them instead.
+    engine.
     """
 
     n: int = 1
