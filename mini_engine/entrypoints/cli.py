@@ -1,0 +1,147 @@
+"""`mini-engine`: the commands. Each imports what it needs when it runs, so that --help takes a tenth of a second.
+
+A user's mistake is one line, `error: …`, on stderr and exit 2; an engine that cannot start or has died, exit 1. Results go to stdout.
+
+Before a request's path.    vLLM: entrypoints/cli/main.py
+"""
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer import Argument, Option
+
+from mini_engine.config import EngineConfig, ServerConfig
+from mini_engine.entrypoints.options import takes_engine_options
+from mini_engine.exceptions import EngineDeadError, VLLMValidationError
+
+_SERVER = ServerConfig()
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="mini_engine: a compact LLM serving engine."
+)
+bench = typer.Typer(no_args_is_help=True, help="Measure.")
+app.add_typer(bench, name="bench")
+
+Address = Annotated[str, Option(help="where headless engines shake hands with their front-end")]
+RpcPort = Annotated[int, Option(min=0, max=65535, help="port of that address")]
+
+
+@app.command()
+@takes_engine_options
+def serve(
+    engine: EngineConfig,
+    host: Annotated[str, Option(help="address to listen on")] = _SERVER.host,
+    port: Annotated[int, Option(min=0, max=65535, help="0: any free port, printed when ready")] = _SERVER.port,
+    api_key: Annotated[str | None, Option(envvar="MINI_ENGINE_API_KEY", help="guards /v1 and /inference")] = None,
+    served_model_name: Annotated[str | None, Option(help="the model's name in requests and answers")] = None,
+    chat_template: Annotated[str | None, Option(help="a Jinja file in place of the model's template")] = None,
+    renderer_num_workers: Annotated[int, Option(min=1, help="threads that render and tokenize")] = _SERVER.renderer_num_workers,
+    shutdown_timeout: Annotated[
+        float, Option(min=0, help="seconds that open requests may take after SIGTERM")
+    ] = _SERVER.shutdown_timeout_s,
+    root_path: Annotated[str, Option(help="path prefix, behind a proxy")] = _SERVER.root_path,
+    data_parallel_size_local: Annotated[int, Option(min=0, max=1, help="0: no engine here, wait for a headless one")] = 1,
+    data_parallel_address: Address = "127.0.0.1",
+    data_parallel_rpc_port: RpcPort = 29550,
+) -> int:
+    """Serve the OpenAI API."""
+    from mini_engine.entrypoints.frontend import RemoteEngines
+    from mini_engine.entrypoints.serve import run_server
+
+    server = ServerConfig(
+        host=host,
+        port=port,
+        api_key=api_key,
+        served_model_name=served_model_name,
+        chat_template=chat_template,
+        renderer_num_workers=renderer_num_workers,
+        shutdown_timeout_s=shutdown_timeout,
+        root_path=root_path,
+    )
+    remote = RemoteEngines(data_parallel_address, data_parallel_rpc_port) if data_parallel_size_local == 0 else None
+    return run_server(engine, server, remote)
+
+
+@app.command()
+@takes_engine_options
+def chat(
+    engine: EngineConfig,
+    url: Annotated[str | None, Option(help="talk to this server, http://host:port, instead of starting an engine")] = None,
+    api_key: Annotated[str | None, Option(envvar="MINI_ENGINE_API_KEY", help="of that server")] = None,
+    system: Annotated[str | None, Option(help="system message")] = None,
+    temperature: Annotated[float | None, Option(help="[default: the model's]")] = None,
+    max_tokens: Annotated[int | None, Option(help="longest answer [default: what fits]")] = None,
+    chat_template: Annotated[str | None, Option(help="a Jinja file in place of the model's template")] = None,
+) -> int:
+    """Talk to the model in the terminal."""
+    from mini_engine.entrypoints.chat import Options, run_chat
+
+    return run_chat(engine, Options(url, api_key, system, temperature, max_tokens, chat_template))
+
+
+@app.command()
+def model(action: Annotated[str, Argument(help="show, prepare, remove")] = "show") -> int:
+    """Show, prepare or remove the default model."""
+    from mini_engine.entrypoints import model as actions
+
+    if action not in ("show", "prepare", "remove"):
+        raise typer.BadParameter(f"the action must be show, prepare or remove, got {action!r}")
+    getattr(actions, action)()
+    return 0
+
+
+@app.command(name="engine")
+@takes_engine_options
+def headless_engine(
+    engine: EngineConfig,
+    data_parallel_address: Address = "127.0.0.1",
+    data_parallel_rpc_port: RpcPort = 29550,
+    engine_index: Annotated[int, Option(min=0, max=65535, help="this engine's rank")] = 0,
+) -> int:
+    """Run a headless engine for a front-end elsewhere."""
+    from mini_engine.entrypoints.engine import run_headless
+
+    return run_headless(engine, data_parallel_address, data_parallel_rpc_port, engine_index)
+
+
+@bench.command()
+@takes_engine_options
+def offline(
+    engine: EngineConfig,
+    num_prompts: Annotated[int, Option(min=1)] = 16,
+    input_len: Annotated[int, Option(min=1, help="tokens per prompt")] = 64,
+    output_len: Annotated[int, Option(min=1, help="tokens per answer")] = 64,
+    compare: Annotated[list[str] | None, Option(help="transformers, vllm; may be repeated")] = None,
+    vllm_python: Annotated[str | None, Option(help="interpreter of an environment with vLLM")] = None,
+) -> int:
+    """Tokens per second without a server. The last line of stdout is one JSON object."""
+    from mini_engine.bench.offline import Workload, run_offline
+
+    return run_offline(engine, Workload(num_prompts, input_len, output_len), compare or [], vllm_python)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs a command and exits with its status."""
+    sys.exit(_run(arguments))
+
+
+def _run(arguments: list[str] | None) -> Any:
+    try:
+        return app(arguments, standalone_mode=False)
+    except VLLMValidationError as e:
+        status, message = 2, str(e)
+    except EngineDeadError as e:
+        status, message = 1, str(e)
+    except (typer.Abort, KeyboardInterrupt):
+        return 130
+    except Exception as e:
+        if not hasattr(e, "format_message"):  # the parser's own errors have it, in every version of Typer and click
+            raise
+        status, message = 2, e.format_message()
+    if message:  # it is empty after the help that a missing command gets
+        print(f"error: {message}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    main()

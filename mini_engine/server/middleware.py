@@ -1,0 +1,82 @@
+"""What happens around every route: the API key, the request id, the limit of the body. Pure ASGI, nothing between app and socket.
+
+The key guards /v1 and /inference only (health and metrics stay open to probes), and is compared in constant time.
+Every answer carries x-request-id: the client's own if it sent a printable one, else a new one; response ids are made of it.
+
+Stands before form 1 of a request.    vLLM: entrypoints/serve/middleware/ (AuthenticationMiddleware, XRequestIdMiddleware)
+"""
+
+import re
+import secrets
+import uuid
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mini_engine.exceptions import VLLMValidationError
+from mini_engine.server.errors import BodyTooLargeError, ErrorKind, render_error
+
+GUARDED = ("/v1", "/inference")
+_PRINTABLE = re.compile(rb"[\x21-\x7e]{1,128}")
+_UNAUTHORIZED = ErrorKind(401, "invalid_request_error", "invalid_api_key")
+
+
+class EdgeMiddleware:
+    """Outermost: request id, then the key."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None = None) -> None:
+        self.app = app
+        self.expected = None if api_key is None else b"Bearer " + api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers = dict(scope["headers"])
+        request_id = headers.get(b"x-request-id", b"")
+        if not _PRINTABLE.fullmatch(request_id):
+            request_id = uuid.uuid4().hex.encode()
+        scope["mini_engine.request_id"] = request_id.decode()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+            await send(message)
+
+        guarded = scope["path"].removeprefix(scope.get("root_path", "")).startswith(GUARDED) and scope["method"] != "OPTIONS"
+        if self.expected is not None and guarded and not secrets.compare_digest(headers.get(b"authorization", b""), self.expected):
+            return await _refuse(send_with_id)
+        return await self.app(scope, receive, send_with_id)
+
+
+async def _refuse(send: Send) -> None:
+    body = render_error("this server needs its API key: send the header 'Authorization: Bearer KEY'", _UNAUTHORIZED)
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), (b"www-authenticate", b"Bearer")]
+    await send({"type": "http.response.start", "status": _UNAUTHORIZED.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def request_id_of(request: Request, chosen: str | None) -> str:
+    """The id in the response: the body's, else the header's, else a new one."""
+    return chosen or request.scope["mini_engine.request_id"]
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body. Raises BodyTooLargeError as soon as it is known: from the header, or after `limit` bytes."""
+    too_large = BodyTooLargeError(f"the request body may have at most {limit} bytes")
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise too_large
+    chunks: list[bytes] = []
+    size = 0
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limit:
+                raise too_large
+            chunks.append(chunk)
+    except ClientDisconnect:
+        raise VLLMValidationError("the client left before its request was complete") from None  # nobody reads it; no bug to log
+    if not size:
+        raise VLLMValidationError("the request has no body; it must be a JSON object")
+    return b"".join(chunks)

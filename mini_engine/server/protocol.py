@@ -1,0 +1,270 @@
+"""What the OpenAI routes accept: one pydantic model per route, and how it becomes SamplingParams.
+
+Every field declared here is used (fields.py, law (a)); a test changes each one and looks for the change behind the route. Types are
+strict: "16" is not 16. Ranges of sampling parameters are SamplingParams' own, so HTTP, LLM and the engine refuse the same values.
+
+Stands at form 1 of a request.    vLLM: entrypoints/openai/chat_completion/protocol.py, completion/protocol.py
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Self, TypeVar, cast
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from mini_engine.exceptions import VLLMValidationError
+from mini_engine.sampling_params import RequestOutputKind, SamplingParams
+from mini_engine.server import fields
+
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Count = Annotated[int, Field(ge=-1, le=2**31 - 1)]  #: what a count may be on the wire; SamplingParams knows the real range
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+MAX_LOGPROBS = 20  #: OpenAI's limit, and vLLM's --max-logprobs
+MAX_STOP_STRINGS = 64
+
+#: what a field that the request leaves out means, unless the model's generation_config.json says otherwise
+_SAMPLING_DEFAULTS = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True)
+    include_usage: bool = False
+
+
+class ChatMessage(BaseModel):
+    """One message. Content parts are joined by line breaks: a text template sees one string."""
+
+    model_config = ConfigDict(strict=True)
+    role: str = Field(min_length=1, max_length=64)
+    content: str | list[dict[str, Any]] = ""
+    name: str | None = None
+
+    def to_template(self, where: str) -> dict[str, Any]:
+        """The dict that the chat template reads."""
+        if self.role in ("tool", "function"):
+            raise VLLMValidationError(f"{where}role {self.role!r} is not supported by this engine yet", parameter=where + "role")
+        content = self.content
+        if not isinstance(content, str):
+            content = "\n".join(self._part(part, f"{where}content[{i}].") for i, part in enumerate(content))
+        return {"role": self.role, "content": content} | ({"name": self.name} if self.name is not None else {})
+
+    @staticmethod
+    def _part(part: dict[str, Any], where: str) -> str:
+        if part.get("type") != "text":
+            raise VLLMValidationError(f"{where}type must be 'text', got {part.get('type')!r:.100}", parameter=where + "type")
+        part = fields.apply_field_law(part, ("type", "text"), {}, where=where, without_effect=())
+        if not isinstance(part.get("text"), str):
+            raise VLLMValidationError(f"{where}text must be a string", parameter=where + "text")
+        return part["text"]
+
+
+class GenerationRequest(BaseModel):
+    """What both routes share."""
+
+    model_config = ConfigDict(strict=True)
+    not_built: ClassVar[dict[str, tuple[object, ...]]]
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=2**31 - 1)] = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Count | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] = {}
+    seed: Int64 | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] = []
+    stop_token_ids: list[TokenId] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: Count = 0
+    skip_special_tokens: bool = True
+    allowed_token_ids: list[TokenId] | None = None
+    bad_words: list[str] = []
+    priority: Int64 = 0
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")] | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream: true")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def num_logprobs(self) -> int | None:
+        raise NotImplementedError
+
+    def token_limit(self) -> int | None:
+        raise NotImplementedError
+
+    def to_sampling_params(self, model_defaults: dict[str, Any]) -> SamplingParams:
+        """Request, else the model's generation_config, else OpenAI's default. Raises VLLMValidationError for a range."""
+        chosen = {
+            name: value if (value := getattr(self, name)) is not None else model_defaults.get(name, default)
+            for name, default in _SAMPLING_DEFAULTS.items()
+        }
+        token_limit = self.token_limit()
+        return SamplingParams(
+            **chosen,
+            n=self.n,
+            seed=self.seed,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            max_tokens=token_limit if token_limit is not None else model_defaults.get("max_tokens"),
+            min_tokens=self.min_tokens,
+            logprobs=self.num_logprobs(),
+            skip_special_tokens=self.skip_special_tokens,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
+            logit_bias=self._token_bias(),
+            allowed_token_ids=self.allowed_token_ids,
+            bad_words=self.bad_words,
+        )
+
+    def _token_bias(self) -> dict[int, float] | None:
+        bias: dict[int, float] = {}
+        for key, value in self.logit_bias.items():
+            if not (key.isascii() and key.isdigit() and len(key) < 10):
+                raise VLLMValidationError(f"logit_bias: keys are token ids, got {key!r:.50}", parameter="logit_bias")
+            bias[int(key)] = value
+        return bias or None
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    not_built: ClassVar[dict[str, tuple[object, ...]]] = fields.NOT_BUILT_CHAT
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        return self
+
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+    def token_limit(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    def template_messages(self) -> list[dict[str, Any]]:
+        return [message.to_template(f"messages[{i}].") for i, message in enumerate(self.messages)]
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions."""
+
+    not_built: ClassVar[dict[str, tuple[object, ...]]] = fields.NOT_BUILT_COMPLETION
+
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    max_tokens: Count = 16
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool = False
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        if not self.prompt and not isinstance(self.prompt, str):
+            raise ValueError("prompt must not be an empty list")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo with logprobs is not supported by this engine yet: it needs prompt logprobs")
+        return self
+
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def token_limit(self) -> int | None:
+        return self.max_tokens
+
+    def prompts(self) -> Sequence[str | list[int]]:
+        """One or many, always as a list."""
+        match self.prompt:
+            case str():
+                return [self.prompt]
+            case [int(), *_]:
+                return [cast(list[int], self.prompt)]
+        return cast(Sequence[str | list[int]], self.prompt)
+
+
+R = TypeVar("R", bound=GenerationRequest)
+
+
+def parse_request(model: type[R], raw: bytes) -> R:
+    """JSON bytes → request. Raises VLLMValidationError (400) naming the field for everything that is wrong with them."""
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError, ValueError) as e:
+        raise VLLMValidationError(f"the body is not valid JSON: {e}") from None
+    if not isinstance(body, dict):
+        raise VLLMValidationError("the body must be a JSON object")
+    body = fields.apply_field_law(body, model.model_fields, model.not_built)
+    if isinstance(options := body.get("stream_options"), dict):
+        body["stream_options"] = fields.apply_field_law(
+            options, StreamOptions.model_fields, fields.NOT_BUILT_STREAM_OPTIONS, where="stream_options.", without_effect=()
+        )
+    if "messages" in body and isinstance(body["messages"], list):
+        body["messages"] = [
+            fields.apply_field_law(message, ChatMessage.model_fields, fields.NOT_BUILT_MESSAGE, where=f"messages[{i}].", without_effect=())
+            if isinstance(message, dict)
+            else message
+            for i, message in enumerate(body["messages"])
+        ]
+    try:
+        return model.model_validate(body)
+    except ValidationError as e:
+        raise _first_problem(e) from None
+
+
+def _first_problem(error: ValidationError) -> VLLMValidationError:
+    """pydantic's first finding as one sentence: the field, what is wrong, and the value."""
+    problems = error.errors(include_url=False)
+    # a field of several types reports once for each: the report that got furthest is of the type that was meant
+    problem = max((p for p in problems if p["loc"][:1] == problems[0]["loc"][:1]), key=lambda p: len(p["loc"]))
+    # and has the type's name in its path: keep indices and field names only
+    location = [part for part in problem["loc"] if isinstance(part, int) or (part.isidentifier() and part not in ("str", "int", "float"))]
+    param = str(location[0]) if location else None
+    for part in location[1:]:
+        param = f"{param}[{part}]" if isinstance(part, int) else f"{param}.{part}"
+    message = problem["msg"].removeprefix("Value error, ")
+    if param is None:  # a rule about several fields; its sentence names them, the first word is the one to change
+        return VLLMValidationError(message, parameter=message.split(maxsplit=1)[0])
+    value = problem["input"]
+    shown = "" if problem["type"] == "missing" or isinstance(value, dict) else f", got {_show(value)}"
+    return VLLMValidationError(f"{param}: {message}{shown}", parameter=param, value=value)
+
+
+def _show(value: object) -> str:
+    if isinstance(value, int) and abs(value) >= 1 << 64:
+        return "an integer of more than 64 bits"  # Python refuses to print one of more than 4,300 digits
+    text = repr(value) if isinstance(value, int | float | str) else f"a {type(value).__name__}"
+    return text if len(text) <= 100 else text[:97] + "..."
