@@ -3,7 +3,7 @@
 Form 9 of a request, after detokenization.    vLLM: outputs.py
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mini_engine.sampling_params import RequestOutputKind
 
@@ -47,8 +47,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    num_cached_tokens: int | None = None  #: prompt tokens whose KV came from the prefix cache
-    error: str | None = field(default=None)  #: why, when finish_reason is "error" and the engine said so
+    num_cached_tokens: int = 0  #: prompt tokens whose KV came from the prefix cache
+    error: str | None = None  #: why, when finish_reason is "error" and the engine said so
 
     def add(self, newer: "RequestOutput", kind: RequestOutputKind) -> None:
         """Merge `newer` into this unread output: coalescing for a slow reader, nothing is lost (WIRE §4).
@@ -58,6 +58,8 @@ class RequestOutput:
         """
         self.finished |= newer.finished
         self.error = newer.error or self.error
+        if self.prompt_logprobs is None:  # with DELTA and n > 1 each child brings them once; this may be the first that does
+            self.prompt_logprobs = newer.prompt_logprobs
         for new in newer.outputs:
             for i, old in enumerate(self.outputs):
                 if old.index != new.index:

@@ -1,0 +1,286 @@
+"""OutputProcessor: engine outputs in, request outputs out. Detokenizes, finds stop strings, attaches logprobs, counts.
+
+Law       Every registered request gets exactly one terminal output (finished=True), whatever happens: finish, stop string, abort, error.
+          Only the death of the engine is told as an exception instead.
+Order     per output: count, detokenize and look for stop strings, cut what lies behind one, logprobs, hand over, forget the finished.
+Faults    an exception while one request's output is handled is that request's error; the others go on.
+Cost      this loop runs for every token: no container is made here that the reader does not get.
+Unknown   ids are ignored: the engine may still send tokens for a request that was aborted here.
+
+Form 9 of a request. Knows no socket and no task.    vLLM: v1/engine/output_processor.py::OutputProcessor
+"""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mini_engine.exceptions import EngineDeadError
+from mini_engine.llm.collector import RequestOutputCollector
+from mini_engine.llm.logprobs import LogprobsProcessor, TokenTexts
+from mini_engine.llm.parallel_sampling import ParentRequest
+from mini_engine.observe.stats import IterationStats, RequestStateStats
+from mini_engine.outputs import CompletionOutput, RequestOutput
+from mini_engine.render.tokenizer import Tokenizer
+from mini_engine.sampling_params import RequestOutputKind
+from mini_engine.text.detokenizer import DetokenizerFactory, IncrementalDetokenizer
+from mini_engine.wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+
+logger = logging.getLogger(__name__)
+
+
+class RequestState:
+    """One request to the engine (one child, when n > 1)."""
+
+    __slots__ = (
+        "delta",
+        "detokenizer",
+        "external_req_id",
+        "final_only",
+        "index",
+        "is_prefilling",
+        "logprobs",
+        "max_tokens_param",
+        "num_cached_tokens",
+        "num_prompt_tokens",
+        "parent",
+        "prompt",
+        "prompt_token_ids",
+        "queue",
+        "request_id",
+        "stats",
+    )
+
+    def __init__(
+        self,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        parent: ParentRequest | None,
+        index: int,
+        queue: RequestOutputCollector | None,
+        detokenizer: IncrementalDetokenizer,
+        logprobs: LogprobsProcessor | None,
+    ) -> None:
+        params = request.sampling_params
+        assert params is not None and request.prompt_token_ids is not None and request.external_req_id is not None
+        self.request_id = request.request_id  #: internal
+        self.external_req_id = request.external_req_id  #: the caller's
+        self.parent = parent
+        self.index = index  #: which of the n answers
+        self.queue = queue  #: None: LLMEngine, which takes the outputs from process_outputs()
+        self.prompt = prompt
+        self.prompt_token_ids = request.prompt_token_ids
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.max_tokens_param = params.max_tokens
+        self.delta = params.output_kind is RequestOutputKind.DELTA
+        self.final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
+        self.detokenizer = detokenizer
+        self.logprobs = logprobs  #: None: none were asked for
+        self.is_prefilling = True  #: no token yet
+        self.num_cached_tokens = 0
+        self.stats = RequestStateStats(arrival_time=request.arrival_time)
+
+    def make_request_output(
+        self, new_token_ids: list[int], finish_reason: FinishReason | None, stop_reason: int | str | None
+    ) -> RequestOutput | None:
+        """What the reader gets now. None: nothing, because only the whole answer was asked for and it is not there yet."""
+        finished = finish_reason is not None
+        if self.final_only and not finished:
+            return None
+        delta, detokenizer, logprobs = self.delta, self.detokenizer, self.logprobs
+        completion = CompletionOutput(
+            self.index,
+            detokenizer.get_next_output_text(finished, delta),
+            # an output is a snapshot: it must not grow under a reader who kept it
+            new_token_ids if delta else list(detokenizer.output_token_ids),
+            None if logprobs is None else logprobs.cumulative_logprob,
+            None if logprobs is None else logprobs.take(delta),
+            None if finish_reason is None else str(finish_reason),
+            None if finish_reason is FinishReason.ERROR else stop_reason,
+        )
+        error = str(stop_reason) if finish_reason is FinishReason.ERROR and stop_reason is not None else None
+        return self.deliver(completion, finished, error)
+
+    def deliver(self, completion: CompletionOutput, finished: bool, error: str | None) -> RequestOutput | None:
+        completions = [completion]
+        if self.parent is not None:
+            self.parent.error = error = self.parent.error or error
+            completions, finished = self.parent.take(self.request_id, completion)
+            if not completions:
+                return None
+        return RequestOutput(
+            self.external_req_id,
+            self.prompt,
+            self.prompt_token_ids,
+            completions,
+            finished,
+            None if self.logprobs is None else self.logprobs.take_prompt(self.delta),
+            self.num_cached_tokens,
+            error,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OutputProcessorStats:
+    """OutputProcessor.statistics(): all zero when nothing is in flight."""
+
+    num_requests: int  #: requests the engine may still answer, each child of an n > 1 counted
+    num_parents: int
+    num_external_ids: int
+
+
+class OutputProcessor:
+    """The registry of live requests. Every method runs to its end without giving way: event loop thread (or LLMEngine's) only."""
+
+    def __init__(self, tokenizer: Tokenizer, *, overlay: Mapping[str, str] = {}) -> None:
+        self.request_states: dict[str, RequestState] = {}
+        self.parent_requests: dict[str, ParentRequest] = {}
+        self.external_req_ids: dict[str, set[str]] = {}  #: the caller's id → ids of live requests
+        self._texts = TokenTexts(tokenizer)
+        self._new_detokenizer = DetokenizerFactory(tokenizer, overlay)
+
+    def add_request(
+        self,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        parent: ParentRequest | None = None,
+        index: int = 0,
+        queue: RequestOutputCollector | None = None,
+    ) -> None:
+        """Register, before the request is sent: its first output may be back before the sender runs again."""
+        params = request.sampling_params
+        assert request.request_id not in self.request_states and params is not None and request.prompt_token_ids is not None
+        logprobs = None
+        if params.logprobs is not None or params.prompt_logprobs is not None:
+            logprobs = LogprobsProcessor(self._texts if params.detokenize else None, params, request.prompt_token_ids)
+        state = RequestState(request, prompt, parent, index, queue, self._new_detokenizer(request), logprobs)
+        self.request_states[state.request_id] = state
+        if parent is not None:
+            self.parent_requests[parent.request_id] = parent
+        self.external_req_ids.setdefault(state.external_req_id, set()).add(state.request_id)
+
+    def process_outputs(
+        self, outputs: Sequence[EngineCoreOutput], engine_core_timestamp: float, iteration_stats: IterationStats
+    ) -> tuple[list[RequestOutput], list[str]]:
+        """Handle outputs of one message: into their queues, or returned when a request has none.
+
+        Second result: ids that ended here, by a stop string or a fault, and that the engine still runs; the caller aborts them.
+        """
+        request_outputs: list[RequestOutput] = []
+        reqs_to_abort: list[str] = []
+        for output in outputs:
+            state = self.request_states.get(output.request_id)
+            if state is None:
+                continue
+            try:
+                request_output, finish_reason = self._process_output(state, output, engine_core_timestamp, iteration_stats)
+            except Exception as e:
+                finish_reason = FinishReason.ERROR
+                request_output = self._failed(state, e)
+            if request_output is not None:
+                if state.queue is not None:
+                    state.queue.put(request_output)
+                else:
+                    request_outputs.append(request_output)
+            if finish_reason is not None:
+                self._finish(state, finish_reason, iteration_stats)
+                if output.finish_reason is None:
+                    reqs_to_abort.append(state.request_id)
+        return request_outputs, reqs_to_abort
+
+    def _process_output(
+        self, state: RequestState, output: EngineCoreOutput, timestamp: float, iteration_stats: IterationStats
+    ) -> tuple[RequestOutput | None, FinishReason | None]:
+        new_token_ids, finish_reason, stop_reason = output.new_token_ids, output.finish_reason, output.stop_reason
+        new_logprobs = output.new_logprobs
+        iteration_stats.update_from_output(output, timestamp, state.is_prefilling, state.stats)
+        if output.prefill_stats is not None:
+            state.num_cached_tokens = output.prefill_stats.num_cached_tokens
+        if new_token_ids:
+            state.is_prefilling = False
+        detokenizer = state.detokenizer
+        stop_string = detokenizer.update(new_token_ids, finish_reason is FinishReason.STOP)
+        if stop_string is not None:
+            finish_reason, stop_reason = FinishReason.STOP, stop_string
+            # of several tokens in one step, those behind the stop string were never part of the answer
+            surplus = state.stats.num_generation_tokens - detokenizer.num_output_tokens()
+            if surplus:
+                kept = len(new_token_ids) - surplus
+                new_token_ids = new_token_ids[:kept]
+                new_logprobs = new_logprobs.slice(0, kept) if new_logprobs is not None else None
+        if state.logprobs is not None:
+            if output.new_prompt_logprobs_tensors is not None:
+                state.logprobs.update_prompt(output.new_prompt_logprobs_tensors)
+            if new_logprobs is not None:
+                state.logprobs.update(new_logprobs)
+        return state.make_request_output(new_token_ids, finish_reason, stop_reason), finish_reason
+
+    def _failed(self, state: RequestState, e: Exception) -> RequestOutput | None:
+        """The terminal output of a request whose own parts raised and cannot be asked any more. Called in the except clause."""
+        logger.exception("request %s failed in the front-end", state.request_id)
+        completion = CompletionOutput(state.index, "", [], finish_reason=str(FinishReason.ERROR))
+        return state.deliver(completion, True, f"{type(e).__name__}: {e}")
+
+    def abort_requests(
+        self, request_ids: Iterable[str], iteration_stats: IterationStats, *, internal: bool
+    ) -> tuple[list[RequestOutput], list[str]]:
+        """End requests here, each with a terminal output whose finish_reason is "abort"; unknown ids are ignored.
+
+        `internal`: ids of ours, a parent's included, which stands for its children; otherwise the caller's ids, each of which
+        stands for every request that carries it. Results as process_outputs: outputs without a queue, ids to abort in the engine.
+        """
+        request_outputs: list[RequestOutput] = []
+        reqs_to_abort: list[str] = []
+        for given in request_ids:
+            ids: Iterable[str] = (given,)
+            if not internal:
+                ids = sorted(self.external_req_ids.get(given, ()))
+            elif (parent := self.parent_requests.get(given)) is not None:
+                ids = sorted(parent.child_requests)
+            for request_id in ids:
+                state = self.request_states.get(request_id)
+                if state is None:
+                    continue
+                try:
+                    output = state.make_request_output([], FinishReason.ABORT, None)
+                except Exception as e:  # clean-up must reach its end
+                    output = self._failed(state, e)
+                if output is not None and state.queue is not None:
+                    state.queue.put(output)
+                elif output is not None:
+                    request_outputs.append(output)
+                self._finish(state, FinishReason.ABORT, iteration_stats)
+                reqs_to_abort.append(request_id)
+        return request_outputs, reqs_to_abort
+
+    def propagate_error(self, error: EngineDeadError) -> None:
+        """The engine is gone: every reader gets `error`, and nothing is in flight any more."""
+        for state in self.request_states.values():
+            if state.queue is not None:
+                state.queue.put(EngineDeadError(str(error)))  # one each: an exception collects the traceback of every raise
+        self.request_states.clear()
+        self.parent_requests.clear()
+        self.external_req_ids.clear()
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.request_states)
+
+    def statistics(self) -> OutputProcessorStats:
+        return OutputProcessorStats(len(self.request_states), len(self.parent_requests), len(self.external_req_ids))
+
+    def _finish(self, state: RequestState, finish_reason: FinishReason, iteration_stats: IterationStats) -> None:
+        """Forget a request that has had its terminal output."""
+        del self.request_states[state.request_id]
+        siblings = self.external_req_ids[state.external_req_id]
+        siblings.remove(state.request_id)
+        if not siblings:
+            del self.external_req_ids[state.external_req_id]
+        iteration_stats.update_from_finished_request(finish_reason, state.num_prompt_tokens, state.max_tokens_param, state.stats)
+        parent, num_tokens, n = state.parent, state.stats.num_generation_tokens, 1
+        if parent is not None:
+            parent.max_num_generation_tokens = num_tokens = max(parent.max_num_generation_tokens, num_tokens)
+            n = parent.n
+            if parent.child_requests:
+                return
+            del self.parent_requests[parent.request_id]
+        iteration_stats.n_params_iter.append(n)
+        iteration_stats.max_num_generation_tokens_iter.append(num_tokens)

@@ -1,0 +1,95 @@
+"""Listeners: the two stream sockets that EngineCore connects to, bound and listening before anything else exists.
+
+Promises  Both are plain descriptors with an address that is already good to connect to: connections made before any ZMQ socket adopts them
+          wait in the backlog. So the process that binds, the one that launches engines and the one that serves may be three processes.
+Layout    input: ZMQ ROUTER, requests go down; output: ZMQ PULL, outputs come up. A local pair is two Unix sockets in a directory that
+          only this user may enter (there is no other authentication); a remote pair is two TCP ports.
+Owner     whoever calls close(): the client, once it was given the listeners.
+
+Stands at forms 4 and 8 of a request.    vLLM: utils/network_utils.py; v1/utils.py hands the descriptors on; WIRE §1.1, §11
+"""
+
+import os
+import shutil
+import socket
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+CONNECTION_EVENTS = zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED  #: what liveness.ConnectionMonitor reads
+
+
+@dataclass(slots=True)
+class Listeners:
+    """Descriptors (-1 once closed) and the addresses that INIT tells the engines."""
+
+    input_fd: int
+    output_fd: int
+    input_address: str
+    output_address: str
+    local: bool  #: the engines are our own children, over Unix sockets. False: nothing but the connection tells of their end
+    directory: Path | None = None  #: holds the Unix sockets; removed by close()
+
+    def open_socket(self, context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+        """A ZMQ socket, ROUTER or PULL, with the right options; it accepts nobody before adopt()."""
+        sock = context.socket(kind)
+        sock.linger = 0
+        sock.set_hwm(0)  # unlimited: nothing between the two processes pushes back (WIRE T16)
+        if kind == zmq.ROUTER:
+            sock.router_mandatory = True  # a send to an engine that is gone raises instead of vanishing
+        if not self.local:  # a remote peer that vanishes without closing is noticed after ten silent seconds
+            sock.heartbeat_ivl, sock.heartbeat_timeout = 2_000, 10_000
+            if kind == zmq.PULL:  # before bind(): the engines' connections may be waiting, and none may be accepted unseen
+                sock.get_monitor_socket(CONNECTION_EVENTS)
+        return sock
+
+    def adopt(self, sock: zmq.Socket[bytes]) -> None:
+        """Let `sock` accept on the matching descriptor. It gets a duplicate, closed with the socket.
+
+        Engines may have connected long ago, and ZMQ accepts them at once: whoever wants to see it watches the socket before.
+        """
+        fd, address = (self.input_fd, self.input_address) if sock.type == zmq.ROUTER else (self.output_fd, self.output_address)
+        sock.setsockopt(zmq.USE_FD, os.dup(fd))
+        sock.bind(address)
+
+    def hand_over(self) -> None:
+        """Close our descriptors: a child has inherited them. The addresses stay good until close()."""
+        for fd in (self.input_fd, self.output_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.input_fd = self.output_fd = -1
+
+    def close(self) -> None:
+        self.hand_over()
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def bind_listeners(*, local: bool = True, host: str | None = None) -> Listeners:
+    """Two Unix sockets, or with local=False two free TCP ports on `host` (default 127.0.0.1), which remote engines have to reach."""
+    if local:
+        directory = Path(tempfile.mkdtemp(prefix="mini_engine-"))  # mode 0700
+        names = [str(directory / "in"), str(directory / "out")]
+        fds = []
+        for name in names:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+                sock.bind(name)
+                sock.listen(128)
+                fds.append(sock.detach())
+        return Listeners(fds[0], fds[1], f"ipc://{names[0]}", f"ipc://{names[1]}", True, directory)
+    servers = [socket.create_server((host or "127.0.0.1", 0)) for _ in range(2)]
+    addresses = ["tcp://{}:{}".format(*server.getsockname()) for server in servers]
+    return Listeners(servers[0].detach(), servers[1].detach(), addresses[0], addresses[1], False)
+
+
+def inherit_listeners(input_fd: int, output_fd: int) -> Listeners:
+    """A pair that another process has bound and keeps the engines of. Raises OSError when a descriptor is no listening socket."""
+    addresses = []
+    for fd in (input_fd, output_fd):
+        os.set_inheritable(fd, False)
+        with socket.socket(fileno=os.dup(fd)) as sock:
+            name = sock.getsockname()
+            addresses.append(f"ipc://{name}" if sock.family == socket.AF_UNIX else "tcp://{}:{}".format(*name))
+    return Listeners(input_fd, output_fd, addresses[0], addresses[1], False)
