@@ -4,13 +4,14 @@ It sees what a real worker sees, SchedulerOutput and nothing else. If any slot t
 prefix, an AssertionError says whose. So a wrong block table, a stale hash, a block freed too early, a count that ran ahead, all show in
 the step that would have read foreign KV, not in text that looks a little odd. The sampled token is a pure function of the prefix.
 
-Drive it in the order in which steps were scheduled; results may be handed back later (overlap: the worker keeps its own tokens).
+Drive it in the order in which steps were scheduled; results may be handed back later (overlap: the worker keeps its own tokens). What a
+step may touch until then is in `touched`: check_blocks() wants to know.
 """
 
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from mini_engine.kv_cache.kv_cache_manager import KVCacheManager
 from mini_engine.step import ModelRunnerOutput, SchedulerOutput
@@ -29,6 +30,7 @@ class ShadowWorker:
         self.slots: dict[int, object] = {}  # slot → (tag, prefix)
         self.tokens: dict[str, list[int]] = {}
         self.block_ids: dict[str, list[int]] = {}
+        self.touched: frozenset[int] = frozenset()  # blocks of the last step's requests
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         for req_id in [*output.finished_req_ids, *output.preempted_req_ids]:  # may be unknown: it can end before its first step
@@ -64,6 +66,7 @@ class ShadowWorker:
                 tokens.append(next_token(tokens))
                 result.sampled_token_ids.append([tokens[-1]])
         assert awaited is None, f"{awaited} is to be sampled but not scheduled"
+        self.touched = frozenset(block_id for req_id in output.num_scheduled_tokens for block_id in self.block_ids[req_id])
         return result
 
     def slots_of(self, req_id: str, num_tokens: int) -> list[int]:
@@ -72,10 +75,15 @@ class ShadowWorker:
         return [ids[i // size] * size + i % size for i in range(num_tokens)]
 
 
-def check_blocks(manager: KVCacheManager, in_flight: Iterable[int] = ()) -> None:
-    """free ⊎ referenced ⊎ in flight = all blocks but the null block; a reference count is the number of tables that have the block."""
+def check_blocks(manager: KVCacheManager, in_flight: Collection[int] = ()) -> None:
+    """free ⊎ referenced ⊎ in flight = all blocks but the null block; a reference count is the number of tables that have the block.
+
+    in_flight: `touched` of the steps whose results the scheduler has not seen. Who has given such a block up still counts as a table.
+    """
     owners = Counter(block.block_id for blocks in manager.req_to_blocks.values() for block in blocks)
     free = [block.block_id for block in manager.block_pool.free_block_queue.get_all_free_blocks()]
+    assert not (both := set(in_flight) & set(free)), f"blocks both free and referenced by a step in flight: {both}"
     flying = set(in_flight) - owners.keys()
     assert sorted([*free, *owners, *flying]) == list(range(1, manager.block_pool.num_gpu_blocks)), (free, owners, flying)
-    assert all(block.ref_cnt == owners[block.block_id] for block in manager.block_pool.blocks if block.block_id not in flying)
+    for block in manager.block_pool.blocks:
+        assert block.ref_cnt >= owners[block.block_id] if block.block_id in in_flight else block.ref_cnt == owners[block.block_id], block

@@ -3,9 +3,11 @@
     preprocess()          EngineCoreRequest → Request, or Refusal    any thread: it hashes the prompt
     admit()               Request → the scheduler's queue            from here on: one thread, the core loop's
     step()                schedule → forward → sample → early aborts → update; the messages to the front-ends
+    step_with_batch_queue()     the same in two halves: schedule → forward → sample of one step, then early aborts → update of the
+                          one before, whose result came meanwhile. step_fn is the one of the two that this engine uses.
 
 Promises  a request is refused with an ERROR output that says why, or it is live until its own last output.
-Callers   EngineCoreProc's busy loop, InprocClient, tests and notebooks: all drive step() themselves.
+Callers   EngineCoreProc's busy loop, InprocClient, tests and notebooks: all drive step_fn() themselves, while has_work().
 Not here  policy (scheduler/), the device (executor/), sockets and threads (proc.py, io.py).
 
 Forms 5 to 8 of a request pass through here.    vLLM: v1/engine/core.py::EngineCore
@@ -14,6 +16,7 @@ Forms 5 to 8 of a request pass through here.    vLLM: v1/engine/core.py::EngineC
 import logging
 import queue
 import uuid
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -22,9 +25,10 @@ from mini_engine.engine_core.utility import utility
 from mini_engine.exceptions import VLLMValidationError
 from mini_engine.executor.abstract import Executor
 from mini_engine.kv_cache.block_hash import get_request_block_hasher
+from mini_engine.scheduler.async_scheduler import AsyncScheduler
 from mini_engine.scheduler.request import Request, RequestStatus
 from mini_engine.scheduler.scheduler import Scheduler
-from mini_engine.step import KVCacheConfig
+from mini_engine.step import KVCacheConfig, ModelRunnerOutput, SchedulerOutput
 from mini_engine.wire.handshake import EngineCoreReadyResponse
 from mini_engine.wire.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 
@@ -40,6 +44,15 @@ class Refusal:
     request_id: str
     client_index: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A step that the device has been given. What it samples is behind its forward: the device keeps the order."""
+
+    scheduler_output: SchedulerOutput
+    forward: Future[ModelRunnerOutput | None]
+    sampled: Future[ModelRunnerOutput] | None  #: None: nothing was scheduled, so the forward has the result
 
 
 def finish_outputs(request_ids: list[str], finish_reason: FinishReason, stop_reason: str | None = None) -> EngineCoreOutputs:
@@ -58,14 +71,26 @@ class EngineCore:
         self.executor = executor or Executor.get_class(config)(config)
         try:
             self.kv_cache_config, max_model_len = self._initialize_kv_cache()
-            self.scheduler = Scheduler(config, self.kv_cache_config, max_model_len)
+            self.batch_queue_size = self._choose_batch_queue_size()
+            scheduler_class = AsyncScheduler if self.batch_queue_size > 1 else Scheduler
+            self.scheduler = scheduler_class(config, self.kv_cache_config, max_model_len)
         except BaseException:
             self.executor.shutdown()
             raise
         self._block_hasher = get_request_block_hasher(config.block_size) if config.enable_prefix_caching else None
+        self.step_fn = self.step_with_batch_queue if self.batch_queue_size > 1 else self.step
+        self.batch_queue: deque[StepInFlight] = deque()  #: oldest first; between two calls of step_fn() at most batch_queue_size - 1
         #: ids to abort before the step in flight is accounted for; see process_aborts_queue
         self.aborts_queue: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         self._num_early_aborts = 0  #: taken from aborts_queue, their twins in the input queue not yet seen
+
+    def _choose_batch_queue_size(self) -> int:
+        """2: overlap."""
+        size, why = self.executor.max_concurrent_batches, f"async_scheduling={self.config.async_scheduling}"
+        if "scheduler.schedule" in self.config.overlay:
+            size, why = 1, "the schedule() in place of ours need not know of placeholders"
+        logger.info("async scheduling is %s (%s)", "on" if size > 1 else "off", why)
+        return size
 
     def _initialize_kv_cache(self) -> tuple[KVCacheConfig, int]:
         """Blocks from memory, and the longest request they allow."""
@@ -139,6 +164,13 @@ class EngineCore:
 
     def preprocess_add_request(self, request: EngineCoreRequest) -> Request:
         """Form 4 → form 5. Any thread. Raises VLLMValidationError for what this engine cannot serve."""
+        ids, vocab_size = request.prompt_token_ids or [0], self.executor.vocab_size
+        if (worst := min(ids)) < 0 or (worst := max(ids)) >= vocab_size:  # a foreign front-end's; the device would read what lies there
+            raise VLLMValidationError(
+                f"prompt_token_ids: {worst} is not in the vocabulary; ids are in [0, {vocab_size - 1}]",
+                parameter="prompt_token_ids",
+                value=worst,
+            )
         return Request.from_engine_core_request(request, self._block_hasher)
 
     def preprocess(self, request: EngineCoreRequest) -> Request | Refusal:
@@ -198,6 +230,10 @@ class EngineCore:
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────
 
+    def has_work(self) -> bool:
+        """Whether step_fn() has something to do: requests, or a step in flight, of requests that are over perhaps."""
+        return bool(self.batch_queue) or self.scheduler.has_requests()
+
     def step(self) -> tuple[dict[int, EngineCoreOutputs], bool]:
         """One step: (messages by client_index, whether the model ran). Nothing to do: ({}, False).
 
@@ -205,17 +241,41 @@ class EngineCore:
         """
         if not self.scheduler.has_requests():
             return {}, False
+        step = self._launch()
+        return self._account(step), step.sampled is not None
+
+    def step_with_batch_queue(self) -> tuple[dict[int, EngineCoreOutputs], bool]:
+        """One step's beginning and another's end, else as step(): the messages are of the oldest step in flight.
+
+        Filling the queue comes first: while there is room and something to run, the call returns without waiting for a result, ({}, True).
+        """
+        executed = False
+        if self.scheduler.has_requests():
+            step = self._launch()
+            self.batch_queue.append(step)
+            executed = step.sampled is not None
+            if executed and len(self.batch_queue) < self.batch_queue_size:
+                return {}, True
+        if not self.batch_queue:
+            return {}, False
+        return self._account(self.batch_queue.popleft()), executed
+
+    def _launch(self) -> StepInFlight:
+        """Schedule a step and hand it to the device. Waits for nothing."""
         scheduler_output = self.scheduler.schedule()
-        future = self.executor.execute_model(scheduler_output, non_block=True)
-        assert isinstance(future, Future)
-        model_output = future.result()
-        if model_output is None:
-            sampled = self.executor.sample_tokens(None)
-            assert not isinstance(sampled, Future)
-            model_output = sampled
+        forward, sampled = self.executor.execute_model(scheduler_output, non_block=True), None
+        if scheduler_output.total_num_scheduled_tokens:
+            sampled = self.executor.sample_tokens(None, non_block=True)
+        return StepInFlight(scheduler_output, forward, sampled)  # type: ignore[arg-type]  # non_block: futures
+
+    def _account(self, step: StepInFlight) -> dict[int, EngineCoreOutputs]:
+        """Wait for a step's result, and tell the scheduler."""
+        model_output = step.forward.result()  # first: if the forward failed, there is nothing that can have been sampled
+        if step.sampled is not None:
+            model_output = step.sampled.result()
+        assert model_output is not None
         self.process_aborts_queue()
-        outputs = self.scheduler.update_from_output(scheduler_output, model_output)
-        return outputs, scheduler_output.total_num_scheduled_tokens > 0
+        return self.scheduler.update_from_output(step.scheduler_output, model_output)
 
     def shutdown(self) -> None:
         """Release the device. Idempotent."""
@@ -230,6 +290,8 @@ class EngineCore:
     @utility
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """False, and nothing changed, while any request holds blocks; running requests are never reset."""
+        if self.batch_queue and not self.scheduler.has_unfinished_requests():
+            self._account(self.batch_queue.popleft())  # only it holds blocks; its message has no output, and newer stats will follow
         return self.scheduler.reset_prefix_cache()
 
     @utility

@@ -1,7 +1,7 @@
 """InprocClient: the engine in the caller's own process and thread, behind the same calls as over the wire. For `LLM`, tests, notebooks.
 
-Nothing is encoded, nothing runs in the background: get_output() makes one step. What is refused comes back as an ERROR output from
-the next get_output(), as it would over the wire.
+Nothing is encoded. get_output() makes one step; with overlap, the device runs the next one between two calls. What is refused comes
+back as an ERROR output from the next get_output(), as it would over the wire.
 
 In place of forms 4 and 8 of a request.    vLLM: v1/engine/core_client.py::InprocClient
 """
@@ -42,7 +42,7 @@ class InprocClient:
         """Refusals if there are any, else what one step gives; empty when there is nothing to do or a step had no output."""
         if self._refused:
             return self._refused.popleft()
-        outputs, _ = self.engine_core.step()
+        outputs, _ = self.engine_core.step_fn()
         return outputs.get(0) or EngineCoreOutputs()
 
     def call_utility(self, method: str, *args: Any) -> Any:

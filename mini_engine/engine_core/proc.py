@@ -109,14 +109,14 @@ class EngineCoreProc(EngineCore):
 
     def _process_input_queue(self) -> None:
         """Sleep until there is work; then take in everything that has arrived, without waiting."""
-        while not self.scheduler.has_requests() and self._shutdown_reason is None:
+        while not self.has_work() and self._shutdown_reason is None:
             self._handle_client_request(*self.io.input_queue.get())
         with suppress(queue.Empty):
             while True:
                 self._handle_client_request(*self.io.input_queue.get_nowait())
 
     def _process_engine_step(self) -> None:
-        outputs, _ = self.step()
+        outputs, _ = self.step_fn()
         for item in outputs.items():
             self.io.output_queue.put(item)
 

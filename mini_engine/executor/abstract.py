@@ -25,6 +25,7 @@ class Executor(ABC):
     max_model_len: int  #: longest sequence the model can take; known after __init__, as the next two
     vocab_size: int
     dtype: str  #: of weights and KV, torch's name
+    overlaps = True  #: whether overlap gains anything; known after __init__. Not where a step needs the host's cores and its GIL
 
     @staticmethod
     def get_class(config: EngineConfig) -> "type[Executor]":
@@ -39,6 +40,12 @@ class Executor(ABC):
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
+
+    @property
+    def max_concurrent_batches(self) -> int:
+        """Steps that may be in flight at once: 2 is overlap."""
+        asked = self.config.async_scheduling
+        return 2 if asked == "on" or (asked == "auto" and self.overlaps) else 1
 
     @abstractmethod
     def get_kv_cache_spec(self) -> KVCacheSpec:

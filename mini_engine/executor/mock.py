@@ -5,7 +5,9 @@ writes the slot of p; the sampled token is a function of the last slot. So a wro
 hit on foreign KV gives wrong tokens, and `mock_generate` (no cache, no blocks) says which tokens are right.
 
 Promises  greedy whatever the sampling parameters; O(1) per scheduled token; no torch; ready in well under a second.
-          A step takes config.mock.step_ms asleep (GIL released), on one device thread: the perfect GPU to study overlap on.
+          A step takes config.mock.step_ms asleep (GIL released), on one device thread: the perfect GPU to study overlap on. Like a
+          GPU's, its step starts when it was handed over or when the one before ended, whichever is later: that the thread has to
+          wait for the GIL, and what computing hashes takes, counts as part of the step.
 Not here  the values of a real model; special tokens are never sampled, so a request ends by max_tokens or a stop_token_id.
 
 Stands at form 7 of a request, in place of worker/ + model/ + sampling/.    vLLM: no counterpart (its tests mock the executor likewise)
@@ -92,6 +94,7 @@ class MockExecutor(Executor):
         self._kv = np.empty(0, np.int64)
         self._logits: list[tuple[str, int]] = []  # (request id, last hash): the "logits" that wait between forward and sampling
         self._step = 0
+        self._busy_until = 0.0  # monotonic: the end of the last step
         self._stopped = threading.Event()
         self._device = ThreadPoolExecutor(1, "mock-device")
 
@@ -108,7 +111,7 @@ class MockExecutor(Executor):
     def execute_model(
         self, scheduler_output: SchedulerOutput, non_block: bool = False
     ) -> Future[ModelRunnerOutput | None] | ModelRunnerOutput | None:
-        future = self._device.submit(self._forward, scheduler_output)
+        future = self._device.submit(self._forward, scheduler_output, time.monotonic())
         return future if non_block else future.result()
 
     def sample_tokens(self, grammar_output: GrammarOutput | None, non_block: bool = False) -> Future[ModelRunnerOutput] | ModelRunnerOutput:
@@ -122,7 +125,7 @@ class MockExecutor(Executor):
 
     # ── device thread ───────────────────────────────────────────────────────────────────────────────────
 
-    def _forward(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+    def _forward(self, scheduler_output: SchedulerOutput, handed_over: float) -> ModelRunnerOutput | None:
         self._update_states(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
             return ModelRunnerOutput()
@@ -133,8 +136,6 @@ class MockExecutor(Executor):
         if self._step == mock.hang_at_step:
             self._stopped.wait()
             raise RuntimeError(f"mock device: shut down while it hung at step {self._step}, as told")
-        if mock.step_ms:
-            time.sleep(mock.step_ms / 1000)
         starts = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
         cached = scheduler_output.scheduled_cached_reqs
         starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -143,6 +144,9 @@ class MockExecutor(Executor):
             for req_id, n in scheduler_output.num_scheduled_tokens.items()
         }
         self._logits = [(req_id, last_hash[req_id]) for req_id in scheduler_output.sampled_req_ids]
+        if mock.step_ms:
+            self._busy_until = max(self._busy_until, handed_over) + mock.step_ms / 1000
+            time.sleep(max(0.0, self._busy_until - time.monotonic()))
         return None
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> None:

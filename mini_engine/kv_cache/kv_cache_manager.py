@@ -8,12 +8,16 @@ A request's block table, an append-only list, entry i for tokens [i * block_size
 
 Promises  allocate_slots() gives all that a step needs, or None and changes nothing; a hash is published only for tokens that are
           computed in this step or before it, so whoever finds it in the same step is scheduled behind the writer.
-Callers   a preempted request that was part of the step being built: unpublish() it before free().
+          Blocks that a request gives up while a step in flight still computes something of it are held until that step is accounted
+          for: nobody gets them meanwhile. Steps run in order, so on one device a new owner's writes would come last anyhow; but
+          nothing else that reads or writes a block (a copy, a second stream, a transfer) would keep to that order.
+Callers   a preempted request that was part of the step being built: undo_allocate_slots() before free().
 Stands at form 6 of a request; knows no queue and no tensor.    vLLM: v1/core/kv_cache_manager.py, kv_cache_coordinator.py
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 from mini_engine import overlay as overlays
 from mini_engine.kv_cache.block_hash import CacheableRequest
@@ -38,6 +42,8 @@ class KVCacheManager:
         self.block_pool: BlockPool = pool_class(num_blocks, enable_caching)
         self.req_to_blocks: dict[str, list[KVCacheBlock]] = {}
         self.num_cached_block: dict[str, int] = {}  #: leading blocks of the table that carry a hash; same keys as req_to_blocks
+        self.held_blocks: dict[int, list[KVCacheBlock]] = {}  #: step in flight → blocks given up that it may write
+        self._accounted_step_id = 0
         self.prefix_cache_stats = PrefixCacheStats()  #: since the last make_prefix_cache_stats()
 
     @property
@@ -139,21 +145,36 @@ class KVCacheManager:
         self.block_pool.cache_full_blocks(blocks[num_cached:num_full], request.block_hashes[num_cached:num_full])
         self.num_cached_block[request.request_id] = num_full
 
-    def unpublish(self, request: CacheableRequest, num_computed_tokens: int) -> None:
-        """Take back what was published beyond the first num_computed_tokens: the step that would have written it will not.
+    def undo_allocate_slots(self, request: CacheableRequest, num_computed_tokens: int) -> None:
+        """Take back what the step being built gave beyond the first num_computed_tokens: hashes and blocks. It will not write them.
 
-        Nobody has found it: waiting requests are only admitted in steps without a preemption.
+        Nobody has found them: waiting requests are only admitted in steps without a preemption.
         """
-        num_written = num_computed_tokens // self.block_size
-        for block in self.req_to_blocks[request.request_id][num_written : self.num_cached_block[request.request_id]]:
+        blocks, num_written = self.req_to_blocks[request.request_id], num_computed_tokens // self.block_size
+        for block in blocks[num_written : self.num_cached_block[request.request_id]]:
             self.block_pool.uncache_block(block)
         self.num_cached_block[request.request_id] = min(num_written, self.num_cached_block[request.request_id])
+        num_kept = cdiv(num_computed_tokens, self.block_size)
+        self.block_pool.free_blocks(reversed(blocks[num_kept:]))
+        del blocks[num_kept:]
 
-    def free(self, request: CacheableRequest) -> None:
-        """Give up the request's blocks, tail first (see BlockPool.free_blocks). No blocks: nothing happens."""
+    def free(self, request: CacheableRequest, last_step_id: int = 0) -> None:
+        """Give up the request's blocks, tail first (see BlockPool.free_blocks). No blocks: nothing happens.
+
+        last_step_id: the last step that may write them. If it is in flight, it keeps them until release().
+        """
         if (blocks := self.req_to_blocks.pop(request.request_id, None)) is not None:
             del self.num_cached_block[request.request_id]
-            self.block_pool.free_blocks(reversed(blocks))
+            if last_step_id > self._accounted_step_id:
+                self.held_blocks.setdefault(last_step_id, []).extend(reversed(blocks))
+            else:
+                self.block_pool.free_blocks(reversed(blocks))
+
+    def release(self, step_id: int) -> None:
+        """A step is accounted for, in the order of the steps: what was held for it is free."""
+        self._accounted_step_id = step_id
+        if (blocks := self.held_blocks.pop(step_id, None)) is not None:
+            self.block_pool.free_blocks(blocks)
 
     def get_block_ids(self, request_id: str) -> list[int]:
         """The request's whole block table."""
@@ -173,4 +194,6 @@ class KVCacheManager:
             assert num_cached * self.block_size <= request.num_computed_tokens <= len(blocks) * self.block_size, request_id
             for i, block in enumerate(blocks):
                 assert block.block_hash == (request.block_hashes[i] if i < num_cached else None), f"{request_id} block {i}: {block}"
-        self.block_pool.check(Counter(block.block_id for blocks in self.req_to_blocks.values() for block in blocks))
+        assert all(step_id > self._accounted_step_id for step_id in self.held_blocks), "blocks are held for a step that is over"
+        tables = chain(self.req_to_blocks.values(), self.held_blocks.values())
+        self.block_pool.check(Counter(block.block_id for blocks in tables for block in blocks))

@@ -1,9 +1,11 @@
 """Request: what the engine core knows of one request, and the few counters that scheduling is about.
 
-    0 ≤ num_cached_tokens ≤ num_computed_tokens ≤ num_tokens < length limit        num_prompt_tokens ≤ num_tokens
+    0 ≤ num_cached_tokens ≤ num_computed_tokens ≤ num_tokens + num_output_placeholders ≤ max_num_tokens
+                  num_prompt_tokens ≤ num_tokens < max_num_tokens
 
 There is no prefill state and no decode state: a running request's num_computed_tokens catches up with its num_tokens, by many tokens
 in a step or by one, and each time it does, one more token is sampled. Preemption sets num_computed_tokens back to 0 and keeps the tokens.
+A placeholder is a token that a step in flight will have sampled: the worker knows it before this side does (async_scheduler.py).
 
 Form 5 of a request. Built on the core-input thread (hashing the prompt is the costly part), then the core loop's alone.
 vLLM: v1/request.py
@@ -50,7 +52,7 @@ _FINISH_REASONS = {
 
 #: positions of an ADD, and sampling parameters, that would change tokens and that nothing here acts on yet: refused, never ignored
 _UNBUILT_FIELDS = ("mm_features", "pooling_params", "lora_request", "prompt_embeds", "resumable")
-_UNBUILT_PARAMS = ("structured_outputs", "thinking_token_budget", "repetition_detection")
+_UNBUILT_PARAMS = ("structured_outputs", "thinking_token_budget", "repetition_detection", "logprob_token_ids")
 
 
 class Request:
@@ -65,9 +67,12 @@ class Request:
         "client_index",
         "eos_token_id",
         "events",
+        "last_step_id",
+        "max_num_tokens",
         "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_output_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
         "num_tokens",
@@ -110,6 +115,7 @@ class Request:
         self.skip_reading_prefix_cache = bool(sampling_params.skip_reading_prefix_cache)
         self.num_prompt_tokens = len(prompt_token_ids)
         self._block_hasher = block_hasher
+        self.max_num_tokens = self.num_prompt_tokens + self.max_tokens  #: where it ends by length; the scheduler lowers it to its own
         # grows with every sampled token
         self.all_token_ids = list(prompt_token_ids)  #: prompt, then output
         self.num_tokens = self.num_prompt_tokens  #: len(all_token_ids)
@@ -117,7 +123,9 @@ class Request:
         # the scheduler's alone
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0  #: tokens whose KV is there, or will be after the steps already scheduled
-        self.num_cached_tokens = 0  #: of those, how many the last admission found in the prefix cache
+        self.num_output_placeholders = 0  #: tokens that steps in flight sample; without overlap always 0
+        self.last_step_id = 0  #: the last step that computes something of it; without overlap always 0
+        self.num_cached_tokens = 0  #: of the computed ones, how many the last admission found in the prefix cache
         self.num_preemptions = 0
         self.stop_reason: int | str | None = None
         self.events: list[EngineCoreEvent] = []  #: not yet sent

@@ -72,6 +72,7 @@ class Scheduler:
                 parameter="prompt_token_ids",
                 value=request.num_prompt_tokens,
             )
+        request.max_num_tokens = min(request.max_num_tokens, self.max_model_len)
         self.requests[request.request_id] = request
         self.waiting.add_request(request)
         if self.log_stats:
@@ -96,7 +97,7 @@ class Scheduler:
 
     def _free_request(self, request: Request) -> None:
         """Nothing of a finished request stays but its id, until the worker has been told. Its queue entry is the caller's to remove."""
-        self.kv_cache_manager.free(request)
+        self.kv_cache_manager.free(request, request.last_step_id)
         self.finished_req_ids.append(request.request_id)
         del self.requests[request.request_id]
 
@@ -115,8 +116,8 @@ class Scheduler:
         if self.long_prefill_token_threshold and len(self.requests) > 1:
             chunk = self.long_prefill_token_threshold
         now = time.monotonic()
-        budget = self._schedule_running(output, chunk, now)
-        if not output.preempted_req_ids:
+        budget, stalled = self._schedule_running(output, chunk, now)
+        if not stalled and not output.preempted_req_ids:
             budget = self._schedule_waiting(output, budget, chunk, now)
         assert budget >= 0 and len(self.running) <= self.max_num_running_reqs
         output.total_num_scheduled_tokens = self.max_num_scheduled_tokens - budget
@@ -124,26 +125,32 @@ class Scheduler:
             self._check_idle(now)
         return output
 
-    def _schedule_running(self, output: SchedulerOutput, chunk: int, now: float) -> int:
-        """Give each running request its next tokens, preempting from the least important end. Returns the budget left."""
+    def _schedule_running(self, output: SchedulerOutput, chunk: int, now: float) -> tuple[int, bool]:
+        """Give each running request its next tokens, preempting from the least important end.
+
+        Returns the budget left, and whether someone sits this step out for lack of blocks: those that are held for a step in flight
+        are free by the next step. Until then nobody else is preempted, and nobody is admitted, who would take them.
+        """
         budget = self.max_num_scheduled_tokens
         running = self.running
         cached_reqs = output.scheduled_cached_reqs
         add_req_id, add_block_ids = cached_reqs.req_ids.append, cached_reqs.new_block_ids.append
         add_num_computed, add_sampled = cached_reqs.num_computed_tokens.append, output.sampled_req_ids.append
         num_scheduled_tokens, allocate_slots = output.num_scheduled_tokens, self.kv_cache_manager.allocate_slots
+        held_blocks, stalled = self.kv_cache_manager.held_blocks, False
         index = 0
         while index < len(running) and budget > 0:
             request = running[index]
             num_computed = request.num_computed_tokens
-            num_new = request.num_tokens - num_computed
+            num_known = request.num_tokens + request.num_output_placeholders
+            num_new = num_known - num_computed
+            if num_new == 0 or num_known == request.max_num_tokens:  # all it has, or will ever have, is in flight already
+                index += 1
+                continue
             if num_new != 1:
-                if num_new == 0:  # all it has is in flight already: it waits for its token, the others do not wait for it
-                    index += 1
-                    continue
                 num_new = min(num_new, chunk, budget)
 
-            while (new_blocks := allocate_slots(request, num_new)) is None:
+            while (new_blocks := allocate_slots(request, num_new)) is None and not held_blocks:
                 victim = max(running) if self.policy == "priority" else running[-1]
                 victim_index = running.index(victim)
                 del running[victim_index]
@@ -151,7 +158,11 @@ class Scheduler:
                     index -= 1
                 budget += self._preempt_request(victim, output, now)
                 if victim is request:
-                    return budget
+                    return budget, stalled
+            if new_blocks is None:
+                stalled = True
+                index += 1
+                continue
 
             request_id = request.request_id
             add_req_id(request_id)
@@ -159,11 +170,11 @@ class Scheduler:
             add_num_computed(num_computed)
             num_scheduled_tokens[request_id] = num_new
             request.num_computed_tokens = num_computed = num_computed + num_new
-            if num_computed == request.num_tokens:
+            if num_computed == num_known:
                 add_sampled(request_id)
             budget -= num_new
             index += 1
-        return budget
+        return budget, stalled
 
     def _preempt_request(self, request: Request, output: SchedulerOutput, now: float) -> int:
         """Take back a running request's blocks and queue it again. Returns its tokens of this step, which are free again.
@@ -178,8 +189,8 @@ class Scheduler:
             del cached_reqs.req_ids[position], cached_reqs.new_block_ids[position], cached_reqs.num_computed_tokens[position]
             if request_id in output.sampled_req_ids:
                 output.sampled_req_ids.remove(request_id)
-            self.kv_cache_manager.unpublish(request, request.num_computed_tokens - restored)
-        self.kv_cache_manager.free(request)
+            self.kv_cache_manager.undo_allocate_slots(request, request.num_computed_tokens - restored)
+        self.kv_cache_manager.free(request, request.last_step_id)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = request.num_cached_tokens = 0
         request.num_preemptions += 1
@@ -249,27 +260,25 @@ class Scheduler:
         A request ended meanwhile (abort) is skipped. A prompt chunk makes no output. Stats go into one message, an empty one if need be.
         """
         outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
-        requests, max_model_len = self.requests, self.max_model_len
         logprobs, prompt_logprobs = model_output.logprobs, model_output.prompt_logprobs_dict
         row = 0  #: of logprobs
         stopped_any = False
-        for request_id, token_ids in zip(model_output.req_ids, model_output.sampled_token_ids, strict=True):
+        for request, token_ids in zip(self._sampled_requests(scheduler_output), model_output.sampled_token_ids, strict=True):
             first_row, row = row, row + len(token_ids)
-            request = requests.get(request_id)
             if request is None:
                 continue
             stopped = False
             for num_kept, token_id in enumerate(token_ids, 1):
                 request.append_output_token_id(token_id)
-                if check_stop(request, max_model_len):
+                if check_stop(request):
                     stopped = True
                     token_ids = token_ids[:num_kept]  # nothing is said after the end
                     break
             if (prefill_stats := request.prefill_stats) is not None:
                 request.prefill_stats = None
-                num_published = self.kv_cache_manager.num_cached_block[request_id] * self.block_size
-                num_created = min(num_published, request.num_prompt_tokens) - prefill_stats.num_cached_tokens
-                prefill_stats.num_cache_creation_tokens = max(0, num_created)
+                if self.kv_cache_manager.enable_caching:  # all full blocks of the prompt are published by now
+                    num_published = request.num_prompt_tokens // self.block_size * self.block_size
+                    prefill_stats.num_cache_creation_tokens = num_published - prefill_stats.num_cached_tokens
             new_logprobs = None
             if logprobs is not None and request.sampling_params.logprobs is not None:
                 new_logprobs = logprobs.slice(first_row, first_row + len(token_ids))
@@ -277,13 +286,15 @@ class Scheduler:
             if stopped:
                 stopped_any = True
                 finish_reason = request.status.finish_reason
+                if request.num_computed_tokens == 0:  # preempted while its last token was in flight: it ends in the queue
+                    self.waiting.remove_requests([request])
                 self._free_request(request)
             outputs[request.client_index].append(
                 EngineCoreOutput(
-                    request_id,
+                    request.request_id,
                     token_ids,
                     new_logprobs,
-                    prompt_logprobs.get(request_id) if prompt_logprobs else None,
+                    prompt_logprobs.get(request.request_id) if prompt_logprobs else None,
                     None,
                     finish_reason,
                     request.stop_reason,
@@ -305,6 +316,10 @@ class Scheduler:
         if self.check_every_step:
             self.check()
         return messages
+
+    def _sampled_requests(self, scheduler_output: SchedulerOutput) -> Iterable[Request | None]:
+        """Whose the tokens of a step are, in the order of sampled_req_ids; None: ended meanwhile."""
+        return map(self.requests.get, scheduler_output.sampled_req_ids)
 
     # ── questions ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -344,7 +359,7 @@ class Scheduler:
 
     def check(self) -> None:
         """AssertionError unless queues, counters, block tables, reference counts and hashes all agree. O(pool + requests)."""
-        check_queues(self.requests, self.running, list(self.waiting), self.max_model_len)
+        check_queues(self.requests, self.running, list(self.waiting))
         self.kv_cache_manager.check(self.requests.values())
-        if not self.requests:
+        if not self.requests and not self.kv_cache_manager.held_blocks:
             assert self.kv_cache_manager.usage == 0.0, "blocks are in use, but no request is there"

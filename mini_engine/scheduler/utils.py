@@ -9,7 +9,7 @@ from mini_engine.scheduler.request import Request, RequestStatus
 from mini_engine.wire.messages import PrefillStats
 
 
-def check_stop(request: Request, max_model_len: int) -> bool:
+def check_stop(request: Request) -> bool:
     """Whether the newest token ends the request; sets its status and stop_reason if so.
 
     The order is vLLM's, and visible: a token that is EOS and also a stop token reports no stop_reason, and the last token that
@@ -22,7 +22,7 @@ def check_stop(request: Request, max_model_len: int) -> bool:
     elif token_id in request.stop_token_ids:
         request.status = RequestStatus.FINISHED_STOPPED
         request.stop_reason = token_id
-    elif request.num_tokens >= max_model_len or request.num_tokens - request.num_prompt_tokens >= request.max_tokens:
+    elif request.num_tokens >= request.max_num_tokens:
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
     else:
         return False
@@ -39,7 +39,7 @@ def make_prefill_stats(num_prompt_tokens: int, num_cached_tokens: int) -> Prefil
     )
 
 
-def check_queues(requests: Mapping[str, Request], running: Sequence[Request], waiting: Sequence[Request], max_model_len: int) -> None:
+def check_queues(requests: Mapping[str, Request], running: Sequence[Request], waiting: Sequence[Request]) -> None:
     """AssertionError unless every live request is in exactly one queue, in a status that fits it, with its counters in order."""
     assert len(running) + len(waiting) == len(requests), "a request is in no queue, or in two"
     for request in running:
@@ -48,5 +48,6 @@ def check_queues(requests: Mapping[str, Request], running: Sequence[Request], wa
         assert requests[request.request_id] is request, request
         assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) and request.num_computed_tokens == 0, request
     for request in requests.values():
-        assert request.num_prompt_tokens <= request.num_tokens == len(request.all_token_ids) < max_model_len, request
-        assert 0 <= request.num_cached_tokens <= request.num_computed_tokens <= request.num_tokens, request
+        assert request.num_prompt_tokens <= request.num_tokens == len(request.all_token_ids) < request.max_num_tokens, request
+        num_known = request.num_tokens + request.num_output_placeholders
+        assert 0 <= request.num_cached_tokens <= request.num_computed_tokens <= num_known <= request.max_num_tokens, request

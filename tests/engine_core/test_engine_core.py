@@ -24,12 +24,12 @@ def model(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture
-def make_client(model):
+@pytest.fixture(params=["off", "on"])
+def make_client(model, request):
     clients = []
 
     def make(mock: MockConfig | None = None, **changes) -> InprocClient:
-        clients.append(InprocClient(mock_config(model, mock, **changes)))
+        clients.append(InprocClient(mock_config(model, mock, **{"async_scheduling": request.param, **changes})))
         return clients[-1]
 
     yield make
@@ -39,7 +39,7 @@ def make_client(model):
 
 def drain(client: InprocClient, streams: Streams | None = None) -> Streams:
     streams = streams or Streams()
-    while client._refused or client.engine_core.scheduler.has_requests():
+    while client._refused or client.engine_core.has_work():
         streams.add(client.get_output())
     assert client.engine_core.scheduler.kv_cache_manager.usage == 0
     return streams
@@ -70,7 +70,14 @@ def test_one_request_gives_the_oracles_tokens_and_says_everything_once(make_clie
 def test_whatever_the_interleaving_tokens_are_the_oracles(model, prompts, num_blocks, budget, data):
     """Small alphabet: shared prefixes. Small pool: preemption. Small budget: chunks. Aborts in between. check=True looks at every step."""
     client = InprocClient(
-        mock_config(model, block_size=4, num_gpu_blocks_override=num_blocks, max_num_batched_tokens=budget, max_num_seqs=4)
+        mock_config(
+            model,
+            block_size=4,
+            num_gpu_blocks_override=num_blocks,
+            max_num_batched_tokens=budget,
+            max_num_seqs=4,
+            async_scheduling=data.draw(st.sampled_from(["off", "on"])),
+        )
     )
     try:
         streams, aborted = Streams(), set()
@@ -124,7 +131,7 @@ def test_logprobs_have_a_row_per_token_and_the_sampled_one_first(make_client):
     client.add_request(make_request("none", [1, 2], 3))
     client.add_request(make_request("all", [5], 1, logprobs=-1))
     streams = Streams()
-    while client.engine_core.scheduler.has_requests():
+    while client.engine_core.has_work():
         outputs = client.get_output()
         streams.add(outputs)
         for output in outputs.outputs:
@@ -145,6 +152,8 @@ def test_logprobs_have_a_row_per_token_and_the_sampled_one_first(make_client):
         ({"prompt_token_ids": None}, "prompt_token_ids"),
         ({"prompt_token_ids": []}, "prompt_token_ids"),
         ({"prompt_token_ids": [1] * 512}, "512"),
+        ({"prompt_token_ids": [1, VOCAB_SIZE, 2]}, f"{VOCAB_SIZE} is not in the vocabulary"),
+        ({"prompt_token_ids": [1, -1]}, "-1 is not in the vocabulary"),
         ({"sampling_params": None}, "sampling_params"),
         ({"sampling_params": SamplingParams(max_tokens=None)}, "max_tokens"),
         ({"resumable": True}, "resumable"),
@@ -175,11 +184,12 @@ def test_a_fault_of_ours_while_preparing_a_request_is_that_requests_error(make_c
 def test_a_live_id_again_from_the_same_client_leaves_the_first_stream_whole(make_client):
     client = make_client()
     client.add_request(make_request("r", [1, 2], 3))
-    client.get_output()
+    streams = Streams()
+    streams.add(client.get_output())
     for prompt in ([7], []):  # a good one, and one that would have been refused
         client.add_request(make_request("r", prompt, 3))
-    streams = drain(client)
-    assert streams.tokens["r"] == mock_generate([1, 2], 3, VOCAB_SIZE)[1:]
+    drain(client, streams)
+    assert streams.tokens["r"] == mock_generate([1, 2], 3, VOCAB_SIZE)
     client.add_request(make_request("r", [7], 3))  # no longer live: the id is free again
     assert drain(client).tokens["r"] == mock_generate([7], 3, VOCAB_SIZE)
 
@@ -306,10 +316,10 @@ def test_a_result_without_wire_form_is_a_failure():
 def test_a_crashing_device_raises_out_of_step(make_client):
     client = make_client(MockConfig(num_blocks=64, crash_at_step=3))
     client.add_request(make_request("r", [1], 9))
-    client.get_output()
-    client.get_output()
+    streams = Streams()
     with pytest.raises(RuntimeError, match="crash at step 3"):
-        client.get_output()
+        drain(client, streams)
+    assert streams.tokens["r"] == mock_generate([1], 2, VOCAB_SIZE)
 
 
 def test_a_hanging_device_hangs_until_shutdown(model):
@@ -329,7 +339,7 @@ def test_two_engines_side_by_side_share_nothing(make_client):
     for client in clients:
         client.add_request(make_request("r", [1, 2], 5))
     streams = [Streams(), Streams()]
-    while any(client.engine_core.scheduler.has_requests() for client in clients):
+    while any(client.engine_core.has_work() for client in clients):
         for client, stream in zip(clients, streams, strict=True):
             stream.add(client.get_output())
     for stream, vocab_size in zip(streams, (100, 200), strict=True):

@@ -90,7 +90,7 @@ def test_unpublish_takes_back_what_will_not_be_written() -> None:
     manager, request = KVCacheManager(10, 4), make_request("a", list(range(16)))
     admit(manager, request, num_new=6)
     manager.allocate_slots(request, 6)  # the step that is now cancelled
-    manager.unpublish(request, num_computed_tokens=6)
+    manager.undo_allocate_slots(request, num_computed_tokens=6)
     assert manager.get_computed_blocks(make_request("b", list(range(16))))[1] == 4
     manager.free(request)
     manager.check([])

@@ -1,6 +1,9 @@
 """The real model in the real engine: 60 prompts at once, in so little memory that everything happens to them, equal to transformers."""
 
 import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,7 +13,7 @@ from mini_engine.model.default_model import resolve_model
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.step import SchedulerOutput
 from mini_engine.wire.messages import EngineCoreRequest, FinishReason
-from tests.oracle import assert_equal, oracle_cases
+from tests.oracle import OracleCase, assert_equal, oracle_cases
 
 NUM_BLOCKS = 130  #: 2,064 tokens for 60 requests that need 8,900
 STEP_TOKENS = 160  #: the longest prompt takes ten steps
@@ -36,18 +39,9 @@ class Witness:
         return out
 
 
-@pytest.mark.model
-@pytest.mark.timeout(600)
-def test_all_at_once_in_little_memory_equals_transformers() -> None:
-    cases = oracle_cases()
-    config = EngineConfig(
-        model=str(resolve_model(DEFAULT_MODEL)),
-        num_gpu_blocks_override=NUM_BLOCKS,
-        max_num_batched_tokens=STEP_TOKENS,
-        max_num_seqs=40,
-        check=True,
-    )
-    client = InprocClient(config)
+def run_all_at_once(cases: Sequence[OracleCase], **config: Any) -> tuple[list[list[int]], Witness]:
+    """Each case's tokens, and what the schedule did to them."""
+    client = InprocClient(EngineConfig(model=str(resolve_model(DEFAULT_MODEL)), check=True, **config))
     try:
         witness = Witness(client)
         outputs: dict[str, list[int]] = {}
@@ -64,5 +58,27 @@ def test_all_at_once_in_little_memory_equals_transformers() -> None:
     finally:
         client.shutdown()
     assert set(reasons.values()) == {FinishReason.LENGTH}
+    return list(outputs.values()), witness
+
+
+@pytest.mark.model
+@pytest.mark.timeout(600)
+def test_all_at_once_in_little_memory_equals_transformers() -> None:
+    cases = oracle_cases()
+    outputs, witness = run_all_at_once(cases, num_gpu_blocks_override=NUM_BLOCKS, max_num_batched_tokens=STEP_TOKENS, max_num_seqs=40)
     assert witness.chunks >= 10 and witness.preemptions >= 8 and witness.hits >= 5 and witness.mixed_steps >= 10, vars(witness)
-    assert_equal(cases, list(outputs.values()))
+    assert_equal(cases, outputs)
+
+
+@pytest.mark.model
+@pytest.mark.timeout(600)
+def test_overlapped_equals_transformers() -> None:
+    """With a step in flight while the next is scheduled. Few and short ones: overlap on a CPU is slow (bench/gil.py says why)."""
+    cases = [
+        replace(case, token_ids=case.token_ids[:16], gaps=case.gaps[:16]) for case in oracle_cases() if len(case.prompt_token_ids) < 20
+    ]
+    outputs, witness = run_all_at_once(
+        cases[:6], async_scheduling="on", block_size=4, num_gpu_blocks_override=22, max_num_batched_tokens=24, max_num_seqs=6
+    )
+    assert witness.preemptions >= 1, vars(witness)
+    assert_equal(cases[:6], outputs)

@@ -46,7 +46,7 @@ def run_step(scheduler: Scheduler, **result: object) -> dict[int, EngineCoreOutp
 def test_check_stop_order(token: int, params: SamplingParams, status: RequestStatus | None, stop_reason: int | None) -> None:
     request = Request("r", [1, 2], params)
     request.append_output_token_id(token)
-    assert check_stop(request, max_model_len=100) == (status is not None)
+    assert check_stop(request) == (status is not None)
     assert request.status == (status or RequestStatus.WAITING) and request.stop_reason == stop_reason
 
 
@@ -56,9 +56,11 @@ def test_last_allowed_token_may_still_stop() -> None:
 
 def test_check_stop_at_max_model_len() -> None:
     request = Request("r", [1, 2], make_params(max_tokens=50))
+    request.max_num_tokens = 4  # as a scheduler with that max_model_len lowers it
     request.append_output_token_id(3)
-    assert not check_stop(request, max_model_len=4)
-    assert check_stop(request, max_model_len=3) and request.status.finish_reason is FinishReason.LENGTH
+    assert not check_stop(request)
+    request.append_output_token_id(3)
+    assert check_stop(request) and request.status.finish_reason is FinishReason.LENGTH
 
 
 # ── messages ────────────────────────────────────────────────────────────────────────────────────────────
@@ -222,6 +224,7 @@ def test_request_from_add() -> None:
         (make_add(params=SamplingParams(structured_outputs={"regex": "a"})), "structured_outputs"),
         (make_add(params=SamplingParams(thinking_token_budget=5)), "thinking_token_budget"),
         (make_add(params=SamplingParams(repetition_detection={"min_count": 3})), "repetition_detection"),
+        (make_add(params=SamplingParams(logprob_token_ids=[1])), "logprob_token_ids"),
         (make_add(resumable=True), "resumable"),
         (make_add(prompt_embeds=["float32", [1, 8], 1]), "prompt_embeds"),
     ],

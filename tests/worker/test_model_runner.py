@@ -48,12 +48,13 @@ def test_crowd_on_a_tiny_pool_equals_transformers(family: Family, make_engine: M
 def test_any_trace_equals_alone(
     data: st.DataObject, make_engine: MakeEngine, reference_tokens: Callable[[list[int], int], list[int]]
 ) -> None:
-    """Random prompts over few distinct tokens (many hits), arrivals, aborts, pools and budgets; every answer is the request's own."""
+    """Random prompts over few distinct tokens (many hits), arrivals, aborts, pools, budgets, overlap; every answer is the request's own."""
     block_size = data.draw(st.sampled_from([1, 3, 4, 16]), label="block_size")
     num_blocks = data.draw(st.integers(2 + 32 // block_size, 2 + 80 // block_size), label="num_blocks")
     engine = make_engine(
         num_blocks=num_blocks,
         block_size=block_size,
+        depth=data.draw(st.sampled_from([1, 2]), label="depth"),
         max_num_seqs=data.draw(st.integers(1, 5), label="max_num_seqs"),
         max_num_batched_tokens=data.draw(st.integers(5, 40), label="budget"),
         long_prefill_token_threshold=data.draw(st.sampled_from([0, 3]), label="threshold"),
