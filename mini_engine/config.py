@@ -18,6 +18,7 @@ ExecutorBackend = Literal["uniproc", "mock"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 AsyncScheduling = Literal["auto", "on", "off"]
+Quantization = Literal["none", "int8"]
 
 #: the seams where a learner's file may replace a part of ours (DESIGN §4); overlay.py says what each must provide
 OVERLAY_SEAMS = ("wire.codec", "scheduler.schedule", "kv_cache.block_pool", "text.detokenizer", "text.stop", "server.sse")
@@ -25,12 +26,12 @@ OVERLAY_SEAMS = ("wire.codec", "scheduler.schedule", "kv_cache.block_pool", "tex
 
 def _one_of(name: str, value: object, allowed: tuple[Any, ...]) -> None:
     if value not in allowed:
-        raise VLLMValidationError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}", parameter=name, value=value)
+        raise VLLMValidationError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}", parameter=name)
 
 
 def _at_least(name: str, value: float | None, minimum: float) -> None:
     if value is not None and value < minimum:
-        raise VLLMValidationError(f"{name} must be at least {minimum}, got {value!r}", parameter=name, value=value)
+        raise VLLMValidationError(f"{name} must be at least {minimum}, got {value!r}", parameter=name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class EngineConfig:
     model: str = DEFAULT_MODEL  #: a directory, a hub id, or DEFAULT_MODEL
     executor: ExecutorBackend = "uniproc"
     dtype: DType = "auto"  #: auto: float32 on CPU, the checkpoint's on CUDA
+    quantization: Quantization = "none"  #: int8: linear weights per output channel, activations per step; CPU only
     device: str = "auto"  #: auto: cuda when there is one, else cpu
     max_model_len: int | None = None  #: None: the model's, cut down to what the KV cache can hold
     max_num_seqs: int = 128  #: requests in one step
@@ -72,6 +74,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _one_of("executor", self.executor, get_args(ExecutorBackend))
         _one_of("dtype", self.dtype, get_args(DType))
+        _one_of("quantization", self.quantization, get_args(Quantization))
         _one_of("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
         _one_of("async_scheduling", self.async_scheduling, get_args(AsyncScheduling))
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_threads", "kv_cache_memory_bytes"):
@@ -81,9 +84,7 @@ class EngineConfig:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise VLLMValidationError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs}): "
-                "a step gives every running request one token",
-                parameter="max_num_batched_tokens",
-                value=self.max_num_batched_tokens,
+                "a step gives every running request one token"
             )
         for seam in self.overlay:
             _one_of("overlay", seam, OVERLAY_SEAMS)

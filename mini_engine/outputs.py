@@ -61,18 +61,16 @@ class RequestOutput:
         if self.prompt_logprobs is None:  # with DELTA and n > 1 each child brings them once; this may be the first that does
             self.prompt_logprobs = newer.prompt_logprobs
         for new in newer.outputs:
-            for i, old in enumerate(self.outputs):
-                if old.index != new.index:
-                    continue
-                if kind is RequestOutputKind.DELTA:
-                    old.text += new.text
-                    old.token_ids.extend(new.token_ids)
-                    if new.logprobs:
-                        old.logprobs = (old.logprobs or []) + new.logprobs
-                    old.cumulative_logprob = new.cumulative_logprob
-                    old.finish_reason, old.stop_reason = new.finish_reason, new.stop_reason
-                else:
-                    self.outputs[i] = new
-                break
-            else:
+            place = next((i for i, old in enumerate(self.outputs) if old.index == new.index), None)
+            if place is None:
                 self.outputs.append(new)
+            elif kind is not RequestOutputKind.DELTA:
+                self.outputs[place] = new
+            else:
+                old = self.outputs[place]
+                old.text += new.text
+                old.token_ids.extend(new.token_ids)
+                if new.logprobs:
+                    old.logprobs = (old.logprobs or []) + new.logprobs
+                old.cumulative_logprob = new.cumulative_logprob
+                old.finish_reason, old.stop_reason = new.finish_reason, new.stop_reason

@@ -84,14 +84,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         self._check_ranges()
         if self.stop and not self.include_stop_str_in_output:
             self.output_text_buffer_length = max(map(len, self.stop)) - 1
-        if self.temperature < SAMPLING_EPS:
+        if self.is_greedy:
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
-            if self.n > 1:
-                raise VLLMValidationError(
-                    f"n must be 1 with temperature 0 (greedy: all {self.n} answers would be the same), got {self.n}",
-                    parameter="n",
-                    value=self.n,
-                )
         self._all_stop_token_ids.update(self.stop_token_ids)
         if self.skip_reading_prefix_cache is None:
             self.skip_reading_prefix_cache = self.prompt_logprobs is not None
@@ -99,29 +93,26 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     def _check_ranges(self) -> None:
         def check(name: str, ok: bool, rule: str) -> None:
             if not ok:
-                value = getattr(self, name)
-                raise VLLMValidationError(f"{name} must be {rule}, got {value!r}", parameter=name, value=value)
+                raise VLLMValidationError(f"{name} must be {rule}, got {getattr(self, name)!r}", parameter=name)
 
         check("n", 1 <= self.n <= MAX_N, f"in [1, {MAX_N}]")
         check("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "in [-2, 2]")
         check("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "in [-2, 2]")
         check("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "a finite number above 0")
         check("temperature", 0.0 <= self.temperature <= 2.0, "in [0, 2]")
+        check("n", self.n == 1 or not self.is_greedy, "1 with temperature 0 (greedy: all answers would be the same)")
         check("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]")
         check("top_k", self.top_k >= -1, "0 (all) or at least 1")
         check("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]")
         check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1")
         check("min_tokens", self.min_tokens >= 0, "at least 0")
-        if self.max_tokens is not None:
-            check("min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens = {self.max_tokens}")
+        check("min_tokens", self.max_tokens is None or self.min_tokens <= self.max_tokens, f"at most max_tokens = {self.max_tokens}")
         check("logprobs", self.logprobs is None or self.logprobs >= -1, "at least 0, or -1 for the whole vocabulary")
         check("prompt_logprobs", self.prompt_logprobs is None or self.prompt_logprobs >= -1, "at least 0, or -1")
         check("stop", all(self.stop or []), "non-empty strings")
-        if self.logit_bias:
-            check("logit_bias", all(-100.0 <= b <= 100.0 for b in self.logit_bias.values()), "within [-100, 100] for each token")
+        check("logit_bias", all(-100.0 <= b <= 100.0 for b in (self.logit_bias or {}).values()), "within [-100, 100] for each token")
         check("allowed_token_ids", self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "a non-empty list")
-        if self.stop and not self.detokenize:
-            check("stop", False, "empty when detokenize is False: stop strings are found in text")
+        check("stop", self.detokenize or not self.stop, "empty when detokenize is False: stop strings are found in text")
 
     @property
     def is_greedy(self) -> bool:

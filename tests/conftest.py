@@ -22,6 +22,9 @@ settings.register_profile("soak", settings.get_profile("ci"), derandomize=False,
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("soak" if config.option.markexpr == "soak" else "ci")
+    # Before torch is imported: tiny tensors gain nothing from a second thread, and lose a hundredfold when the other core is busy.
+    # The engine sets its own number of threads.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 # ── three outcomes ──────────────────────────────────────────────────────────────────────────────────────

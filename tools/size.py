@@ -51,6 +51,8 @@ NOT_DEFAULT = (
     "entrypoints/engine.py",
     "entrypoints/llm.py",
     "entrypoints/model.py",
+    "entrypoints/frontend_child.py",  # --frontend python|rust
+    "entrypoints/supervise.py",
     "engine_core/inproc.py",
     "llm/llm_engine.py",
     "executor/mock.py",  # --executor mock

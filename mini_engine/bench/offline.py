@@ -1,30 +1,35 @@
 """`mini-engine bench offline`: tokens per second without a server, ours and the peers' on the same work.
 
-Work      num_prompts prompts of input_len random ordinary tokens, all at once, output_len tokens each, greedy, EOS ignored.
-Bound     what no engine can beat on this machine: every decode step reads every weight once, so steps/s <= memory bandwidth / weight
-          bytes. Measured by a large copy, printed before the measured numbers.
-Peers     each in a process of its own, one after the other, with the same directory, prompts, dtype and threads (bench/peers.py).
+Work      for every pair of --num-prompts and --input-len: so many prompts of random ordinary tokens, all at once, output_len tokens
+          each, greedy, EOS ignored, no prefix cache. Once more with one token each: the difference is decoding.
+Peers     each in a process of its own (peers.py), with the same directory, prompts, dtype and threads. They take turns, round by round;
+          whose turn it is not is stopped (SIGSTOP), its spinning threads too. The least time of all rounds counts.
+Bound     what no engine with these weights can beat: the prompt's arithmetic at the speed of a large matrix product, then per step the
+          weights and the context read once, or the step's arithmetic if that takes longer. Measured here, printed before the numbers.
 Stdout    the last line is one JSON object; ratios in one run are what it is for, absolute times are the machine's.
 
 No request path of its own.    vLLM: benchmarks/throughput.py
 """
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
+from mini_engine.bench.peers import ENGINES
 from mini_engine.config import EngineConfig
 from mini_engine.exceptions import EngineDeadError, VLLMValidationError
 
-PEERS = ("transformers", "vllm")
-_COPY_BYTES = 256 << 20
+EXIT_TIMEOUT_S = 20.0  #: from the end of its input until an engine is killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,41 +39,75 @@ class Workload:
     output_len: int
 
 
-def run_offline(config: EngineConfig, work: Workload, compare: list[str], vllm_python: str | None) -> int:
-    """Measures, prints, returns the exit status. Raises VLLMValidationError before anything runs, EngineDeadError if a peer fails."""
+def run_offline(config: EngineConfig, works: list[Workload], compare: list[str], rounds: int, pythons: dict[str, str | None]) -> int:
+    """Measures, prints, returns the exit status. `pythons`: peer → interpreter, where it cannot be ours.
+
+    Raises VLLMValidationError before anything runs, EngineDeadError if an engine fails."""
     for peer in compare:
-        if peer not in PEERS:
-            raise VLLMValidationError(f"--compare must be one of {', '.join(PEERS)}, got {peer!r}", parameter="compare")
-    if "vllm" in compare and (vllm_python is None or not Path(vllm_python).is_file()):
-        raise VLLMValidationError(
-            f"--compare vllm needs --vllm-python PATH, the interpreter of an environment with vLLM; got {vllm_python!r}",
-            parameter="vllm_python",
-        )
+        if peer not in ENGINES:
+            raise VLLMValidationError(f"--compare must be one of {', '.join(list(ENGINES)[1:])}, got {peer!r}", parameter="compare")
+        if peer in pythons and not Path(pythons[peer] or "").is_file():
+            option = f"--{peer.partition('-')[0]}-python"
+            raise VLLMValidationError(f"--compare {peer} needs {option} PATH, an interpreter that has it; got {pythons[peer]!r}")
     if compare and config.executor == "mock":
         raise VLLMValidationError("--compare needs the real model: leave --executor mock out", parameter="compare")
 
-    from mini_engine.model.default_model import resolve_model
+    from mini_engine.model.default_model import describe, resolve_model
 
-    threads = config.num_threads or os.cpu_count() or 1
-    directory = resolve_model(config.model, weights=config.executor != "mock")
-    config = replace(config, model=str(directory), num_threads=threads)
-    prompts = make_prompts(directory, work, config.seed)
-    report: dict[str, Any] = {"model": directory.name, "threads": threads, **asdict(work)}
+    directory, threads = resolve_model(config.model, weights=config.executor != "mock"), config.num_threads or os.cpu_count() or 1
+    config = replace(config, model=str(directory), num_threads=threads, enable_prefix_caching=False)
+    setup = {
+        "model": str(directory),
+        "threads": threads,
+        "dtype": "float32" if config.dtype == "auto" else config.dtype,
+        "max_len": max(256, *(work.input_len + work.output_len + 1 for work in works)),
+        "max_batch": max(work.num_prompts for work in works),
+        "engine": config.to_dict(),
+        "gguf": str(describe().package_file),
+    }
+    report: dict[str, Any] = {"model": directory.name, "threads": threads, "dtype": setup["dtype"], "quantization": config.quantization}
+    bounds: list[float | None] = [None] * len(works)
     if config.executor != "mock":
-        report["bound_tokens_per_s"] = decode_bound(directory, work.num_prompts)
-        print(f"bound: {report['bound_tokens_per_s']:,.0f} tokens/s (memory bandwidth / weight bytes, batch {work.num_prompts})")
-    results = {"mini_engine": measure_ours(config, prompts, work.output_len)}
-    _print("mini_engine", results["mini_engine"])
-    spec = {"model": str(directory), "prompts": prompts, "output_len": work.output_len, "threads": threads, "dtype": "float32"}
-    for peer in compare:
-        python = vllm_python if peer == "vllm" else sys.executable
-        results[peer] = measure_peer(str(python), peer, spec)
-        _print(peer, results[peer])
-    ours = results["mini_engine"]["tokens_per_s"]
-    report["results"] = results
-    report["ratio"] = {peer: round(ours / results[peer]["tokens_per_s"], 3) for peer in compare}
+        with _Peer("machine", sys.executable, setup) as machine:
+            report["machine"] = {name: value for name, value in machine.ready.items() if name != "ready"}
+        bounds = [bound(directory, setup["dtype"], work, **report["machine"]) for work in works]
+        print("memory {read_bytes_per_s:.3g} bytes/s, matrix product {flop_per_s:.3g} FLOP/s".format(**report["machine"]), flush=True)
+    for work, limit in zip(works, bounds, strict=True):
+        if limit is not None:
+            print(f"bound: {limit:,.0f} tokens/s for {work}", flush=True)
+    names = ["mini_engine", *compare]
+    with contextlib.ExitStack() as stack:
+        peers = {name: stack.enter_context(_Peer(name, pythons.get(name) or sys.executable, setup)) for name in names}
+        report["workloads"] = [
+            _measure(peers, directory, work, rounds, config.seed, limit) for work, limit in zip(works, bounds, strict=True)
+        ]
+    _print_table(report)
     print(json.dumps(report), flush=True)
     return 0
+
+
+def _measure(peers: "dict[str, _Peer]", directory: Path, work: Workload, rounds: int, seed: int, limit: float | None) -> dict[str, Any]:
+    prompts = make_prompts(directory, work, seed)
+    least = {name: {1: float("inf"), work.output_len: float("inf")} for name in peers}
+    for _ in range(rounds):
+        for name, peer in peers.items():
+            for output_len in (1, work.output_len):
+                result = peer.run({"prompts": prompts, "output_len": output_len})
+                assert result["output_tokens"] == output_len * work.num_prompts, (name, result)
+                least[name][output_len] = min(least[name][output_len], result["seconds"])
+    results = {}
+    for name, seconds in least.items():
+        decode = max(seconds[work.output_len] - seconds[1], 1e-9)
+        results[name] = {
+            "seconds": round(seconds[work.output_len], 4),
+            "first_token_seconds": round(seconds[1], 4),
+            "tokens_per_s": round(work.num_prompts * work.output_len / seconds[work.output_len], 2),
+            "decode_tokens_per_s": round(work.num_prompts * (work.output_len - 1) / decode, 2),
+        }
+    ours = results["mini_engine"]
+    ratio = {name: round(ours["tokens_per_s"] / result["tokens_per_s"], 2) for name, result in results.items() if result is not ours}
+    share = {} if limit is None else {"bound_tokens_per_s": round(limit, 1), "share_of_bound": round(ours["tokens_per_s"] / limit, 3)}
+    return asdict(work) | {"results": results, "ratio": ratio} | share
 
 
 def make_prompts(directory: Path, work: Workload, seed: int) -> list[list[int]]:
@@ -81,48 +120,79 @@ def make_prompts(directory: Path, work: Workload, seed: int) -> list[list[int]]:
     return [[int(token) for token in row] for row in chosen]
 
 
-def decode_bound(directory: Path, batch: int) -> float:
-    """Tokens/s if a step did nothing but read the weights (as float32 in memory) once, for all `batch` requests."""
-    source, target = np.ones(_COPY_BYTES, np.uint8), np.empty(_COPY_BYTES, np.uint8)
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        np.copyto(target, source)
-        times.append(time.perf_counter() - start)
-    bandwidth = 2 * _COPY_BYTES / min(times)  # a copy reads and writes
-    weight_bytes = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-    return batch * bandwidth / weight_bytes
+def bound(directory: Path, dtype: str, work: Workload, read_bytes_per_s: float, flop_per_s: float) -> float:
+    """Tokens/s of an engine that wastes nothing. Attention's arithmetic is left out: the bound is a little too high, never too low."""
+    from mini_engine.model.config import ModelConfig
+
+    c, size = ModelConfig.from_dir(directory), 4 if dtype == "float32" else 2
+    attention = c.hidden_size * c.head_dim * 2 * (c.num_heads + c.num_kv_heads)
+    layers, head = c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size), c.vocab_size * c.hidden_size
+    prompt = 2 * work.num_prompts * (work.input_len * layers + head) / flop_per_s
+    mean_context = work.input_len + work.output_len / 2
+    read = (layers + head + work.num_prompts * mean_context * c.num_layers * 2 * c.num_kv_heads * c.head_dim) * size / read_bytes_per_s
+    step = max(read, 2 * work.num_prompts * (layers + head) / flop_per_s)
+    first = max(prompt, (layers + head) * size / read_bytes_per_s)
+    return work.num_prompts * work.output_len / (first + (work.output_len - 1) * step)
 
 
-def measure_ours(config: EngineConfig, prompts: list[list[int]], output_len: int) -> dict[str, float]:
-    """In this process, through LLM.generate; the first, short run warms up."""
-    from mini_engine import LLM, SamplingParams
+class _Peer:
+    """peers.py under some interpreter. Runs while it starts and during run(), is stopped in between. A context manager."""
 
-    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
-    with LLM(**config.to_dict()) as llm:
-        llm.generate(prompts[:1], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True), use_tqdm=False)
-        llm.reset_prefix_cache()
-        start = time.perf_counter()
-        outputs = llm.generate(prompts, params)
-        seconds = time.perf_counter() - start
-    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    return {"seconds": round(seconds, 3), "output_tokens": tokens, "tokens_per_s": round(tokens / seconds, 2)}
+    def __init__(self, name: str, python: str, setup: dict[str, Any]) -> None:
+        """Waits until it is ready. Raises EngineDeadError."""
+        print(f"{name}: starting …", file=sys.stderr, flush=True)
+        command = [python, str(Path(__file__).with_name("peers.py")), name]
+        # a group of its own, to stop its children with it; in our session: when we die, the kernel ends a stopped orphan
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0)
+        self.name, self._talk = name, [""]
+        try:
+            self.ready = self._ask(setup)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def run(self, job: dict[str, Any]) -> dict[str, Any]:
+        """{"seconds", "output_tokens"} of one job."""
+        os.killpg(self.process.pid, signal.SIGCONT)
+        return self._ask(job)
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it is dead: the loop below says so
+            self.process.stdin.write(json.dumps(message) + "\n")
+            self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith(('{"ready"', '{"seconds"')):
+                if self.name != "machine":
+                    os.killpg(self.process.pid, signal.SIGSTOP)
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+            self._talk = [*self._talk[-40:], line]
+        print("".join(self._talk), file=sys.stderr)
+        raise EngineDeadError(f"{self.name} ended with exit code {self.process.wait()}; its last output is above")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGCONT)
+        with contextlib.suppress(BrokenPipeError):
+            self.process.communicate(timeout=EXIT_TIMEOUT_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # whatever of the group is left
 
 
-def measure_peer(python: str, peer: str, spec: dict[str, Any]) -> dict[str, float]:
-    """bench/peers.py under `python`; its talk passes through to stderr; of its stdout only the line of JSON counts (vLLM logs there)."""
-    print(f"{peer}: starting …", file=sys.stderr, flush=True)
-    script = Path(__file__).with_name("peers.py")
-    run = subprocess.run([python, str(script), peer], input=json.dumps(spec), stdout=subprocess.PIPE, text=True, check=False)
-    lines = [line for line in run.stdout.splitlines() if line.startswith('{"seconds"')]
-    if run.returncode or not lines:
-        print(run.stdout, file=sys.stderr)
-        raise EngineDeadError(f"{peer} did not finish (exit code {run.returncode}); its output is above")
-    result: dict[str, float] = json.loads(lines[-1])
-    return result
-
-
-def _print(name: str, result: dict[str, float]) -> None:
-    print(
-        f"{name:<14} {result['tokens_per_s']:>10,.1f} tokens/s   {result['output_tokens']} tokens in {result['seconds']:.2f} s", flush=True
+def _print_table(report: dict[str, Any]) -> None:
+    table = Table(
+        "prompts", "input", "engine", "tokens/s", "decoding", "ours / its", title=f"output {report['workloads'][0]['output_len']}"
     )
+    for work in report["workloads"]:
+        for name, result in work["results"].items():
+            ratio = f"{work['ratio'][name]:.2f}" if name in work["ratio"] else ""
+            speeds = (f"{result['tokens_per_s']:,.1f}", f"{result['decode_tokens_per_s']:,.1f}")
+            table.add_row(str(work["num_prompts"]), str(work["input_len"]), name, *speeds, ratio)
+        if "bound_tokens_per_s" in work:
+            bound = (f"{work['bound_tokens_per_s']:,.1f}", "", f"{work['share_of_bound']:.2f}")
+            table.add_row(str(work["num_prompts"]), str(work["input_len"]), "bound", *bound, end_section=True)
+    Console().print(table)

@@ -1,70 +1,130 @@
-"""The peers of `bench offline`, run as a script by an interpreter that need not have mini_engine: `PYTHON peers.py transformers|vllm`.
+"""One engine of `bench offline`, in a process of its own: `PYTHON peers.py mini_engine|transformers|vllm|llama-cpp|machine`.
 
-The work comes as JSON on stdin {model, prompts, output_len, threads, dtype}; the line of stdout that starts with {"seconds" is the
-result. A short run warms up first, as in ours. Imports nothing of mini_engine.
+stdin     the first line is the set-up {model, threads, dtype, max_len, max_batch, engine, gguf}; each later line is a job {prompts,
+          output_len}. All prompts of a job start at once, every answer has output_len tokens: greedy, EOS ignored, no prefix cache.
+stdout    {"ready": …} when loaded and warm, then per job {"seconds": …, "output_tokens": …}. Other lines are talk (vLLM logs there).
+Imports   each engine its own things only: the interpreter need not have mini_engine.
 
 No request path.    vLLM: benchmarks/throughput.py (its backends hf and vllm)
 """
 
+import importlib.metadata
 import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
+Generate = Callable[[list[list[int]], int], int]  #: prompts, tokens per answer → tokens made
 
-def run_transformers(spec: dict[str, Any]) -> tuple[float, int]:
+
+def mini_engine(setup: dict[str, Any]) -> Generate:
+    from mini_engine import LLM, SamplingParams
+
+    llm = LLM(**setup["engine"])
+
+    def generate(prompts: list[list[int]], count: int) -> int:
+        params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+        return sum(len(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False))
+
+    return generate
+
+
+def transformers(setup: dict[str, Any]) -> Generate:
     """One static batch: all prompts have one length, so nothing is padded."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(spec["threads"])
-    model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=getattr(torch, spec["dtype"])).eval()
+    torch.set_num_threads(setup["threads"])
+    model = AutoModelForCausalLM.from_pretrained(setup["model"], dtype=getattr(torch, setup["dtype"])).eval()
 
     def generate(prompts: list[list[int]], count: int) -> int:
         ids = torch.tensor(prompts)
-        options = {
-            "do_sample": False,
-            "min_new_tokens": count,
-            "max_new_tokens": count,
-            "pad_token_id": 0,
-            "temperature": None,
-            "top_p": None,
-        }
+        lengths = {"min_new_tokens": count, "max_new_tokens": count, "pad_token_id": 0}
+        greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         with torch.inference_mode():
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), top_k=None, **options)
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), **lengths, **greedy)
         return (out.shape[1] - ids.shape[1]) * ids.shape[0]
 
-    generate(spec["prompts"][:1], 2)
-    start = time.perf_counter()
-    tokens = generate(spec["prompts"], spec["output_len"])
-    return time.perf_counter() - start, tokens
+    return generate
 
 
-def run_vllm(spec: dict[str, Any]) -> tuple[float, int]:
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ["OMP_NUM_THREADS"] = str(spec["threads"])
+def vllm(setup: dict[str, Any]) -> Generate:
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": str(setup["threads"])}
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:  # the CPU build is the distribution vllm-cpu; vLLM asks `vllm` for a +cpu version
+        version = importlib.metadata.version
+        importlib.metadata.version = lambda name: f"{version('vllm-cpu')}+cpu" if name == "vllm" else version(name)
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
-    longest = max(map(len, spec["prompts"])) + spec["output_len"] + 1
-    llm = LLM(spec["model"], dtype=spec["dtype"], max_model_len=max(longest, 256), enforce_eager=True)
+    llm = LLM(setup["model"], dtype=setup["dtype"], max_model_len=setup["max_len"], enforce_eager=True, enable_prefix_caching=False)
 
     def generate(prompts: list[list[int]], count: int) -> int:
         params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
-    generate(spec["prompts"][:1], 2)
-    llm.reset_prefix_cache()
-    start = time.perf_counter()
-    tokens = generate(spec["prompts"], spec["output_len"])
-    return time.perf_counter() - start, tokens
+    return generate
+
+
+def llama_cpp(setup: dict[str, Any]) -> Generate:
+    """The GGUF as it is (Q4_1): less to read than any other. One prompt at a time."""
+    from llama_cpp import Llama  # type: ignore[import-not-found]
+
+    llm = Llama(setup["gguf"], n_ctx=setup["max_len"], n_threads=setup["threads"], n_threads_batch=setup["threads"], verbose=False)
+
+    def generate(prompts: list[list[int]], count: int) -> int:
+        for prompt in prompts:
+            llm.reset()
+            for made, _ in enumerate(llm.generate(prompt, temp=0.0), 1):
+                if made == count:
+                    break
+        return len(prompts) * count
+
+    return generate
+
+
+def machine(setup: dict[str, Any]) -> dict[str, float]:
+    """What these cores can do: bytes read per second from memory, float32 operations per second in a matrix product."""
+    import torch
+
+    torch.set_num_threads(setup["threads"])
+    memory, square = torch.ones(1 << 27), torch.randn(2048, 2048)
+
+    def best(run: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    return {"read_bytes_per_s": memory.nbytes / best(memory.sum), "flop_per_s": 2 * 2048**3 / best(lambda: square @ square)}
+
+
+ENGINES: dict[str, Callable[[dict[str, Any]], Generate]] = {
+    "mini_engine": mini_engine,
+    "transformers": transformers,
+    "vllm": vllm,
+    "llama-cpp": llama_cpp,
+}
 
 
 def main() -> None:
-    run = {"transformers": run_transformers, "vllm": run_vllm}[sys.argv[1]]
-    seconds, tokens = run(json.load(sys.stdin))
-    print(json.dumps({"seconds": round(seconds, 3), "output_tokens": tokens, "tokens_per_s": round(tokens / seconds, 2)}), flush=True)
+    setup = json.loads(sys.stdin.readline())
+    if sys.argv[1] == "machine":
+        print(json.dumps({"ready": True} | machine(setup)), flush=True)
+        return
+    generate = ENGINES[sys.argv[1]](setup)
+    generate([[1, 2, 3, 4]] * min(2, setup["max_batch"]), 2)
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        start = time.perf_counter()
+        tokens = generate(job["prompts"], job["output_len"])
+        print(json.dumps({"seconds": time.perf_counter() - start, "output_tokens": tokens}), flush=True)
 
 
 if __name__ == "__main__":

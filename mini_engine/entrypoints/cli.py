@@ -43,11 +43,19 @@ def serve(
     data_parallel_size_local: Annotated[int, Option(min=0, max=1, help="0: no engine here, wait for a headless one")] = 1,
     data_parallel_address: Address = "127.0.0.1",
     data_parallel_rpc_port: RpcPort = 29550,
+    frontend: Annotated[
+        str | None, Option(help="inline: in this process; python, rust: in its own [default: inline, rust if VLLM_USE_RUST_FRONTEND=1]")
+    ] = None,
+    api_server_count: Annotated[int, Option(min=1, help="front-end processes over one engine")] = 1,
+    vllm_rs: Annotated[str | None, Option(metavar="PATH", help="vLLM's Rust front-end [default: PATH, then the cache]")] = None,
+    grpc_port: Annotated[int | None, Option(min=0, max=65535, help="with rust: vLLM's gRPC services on this port")] = None,
 ) -> int:
     """Serve the OpenAI API."""
     from mini_engine.entrypoints.frontend import RemoteEngines
     from mini_engine.entrypoints.serve import run_server
+    from mini_engine.entrypoints.supervise import FrontEndOptions, run_supervised
 
+    options = FrontEndOptions.choose(frontend, api_server_count, vllm_rs, grpc_port)
     server = ServerConfig(
         host=host,
         port=port,
@@ -59,7 +67,29 @@ def serve(
         root_path=root_path,
     )
     remote = RemoteEngines(data_parallel_address, data_parallel_rpc_port) if data_parallel_size_local == 0 else None
-    return run_server(engine, server, remote)
+    return run_server(engine, server, remote) if options.kind == "inline" else run_supervised(engine, server, remote, options)
+
+
+@app.command(name="frontend", hidden=True)
+def supervised_frontend(
+    listen_fd: Annotated[int, Option(min=0)],
+    input_listener_fd: Annotated[int, Option(min=0)],
+    output_listener_fd: Annotated[int, Option(min=0)],
+    args_json: Annotated[str, Option()],
+    engine_start_index: Annotated[int, Option(min=0)] = 0,
+    engine_count: Annotated[int, Option(min=1)] = 1,
+    data_parallel_size: Annotated[int | None, Option(min=1, help="without effect: engine-count says enough")] = None,
+    coordinator_address: Annotated[str | None, Option(help="without effect: requests go to the engines in turn")] = None,
+    grpc_listen_fd: Annotated[int | None, Option(help="refused: there is no gRPC service here")] = None,
+    client_index: Annotated[int, Option(min=0, help="which of the front-ends this is")] = 0,
+) -> int:
+    """The API server as a process supervised by `serve`, ours or vLLM's: the arguments of `vllm-rs frontend`."""
+    from mini_engine.entrypoints.frontend_child import run_frontend
+
+    if grpc_listen_fd is not None:
+        raise typer.BadParameter("this front-end has no gRPC service: leave out --grpc-port, or use vllm-rs")
+    engines = range(engine_start_index, engine_start_index + engine_count)
+    return run_frontend(listen_fd, input_listener_fd, output_listener_fd, engines, args_json, client_index)
 
 
 @app.command()
@@ -108,16 +138,49 @@ def headless_engine(
 @takes_engine_options
 def offline(
     engine: EngineConfig,
-    num_prompts: Annotated[int, Option(min=1)] = 16,
-    input_len: Annotated[int, Option(min=1, help="tokens per prompt")] = 64,
-    output_len: Annotated[int, Option(min=1, help="tokens per answer")] = 64,
-    compare: Annotated[list[str] | None, Option(help="transformers, vllm; may be repeated")] = None,
+    num_prompts: Annotated[list[int] | None, Option(min=1, help="prompts at once; may be repeated  [default: 16]")] = None,
+    input_len: Annotated[list[int] | None, Option(min=1, help="tokens per prompt; may be repeated  [default: 64]")] = None,
+    output_len: Annotated[int, Option(min=2, help="tokens per answer")] = 64,
+    rounds: Annotated[int, Option(min=1, help="how often; the least time counts")] = 2,
+    compare: Annotated[list[str] | None, Option(help="transformers, vllm, llama-cpp; may be repeated")] = None,
     vllm_python: Annotated[str | None, Option(help="interpreter of an environment with vLLM")] = None,
+    llama_python: Annotated[str | None, Option(help="interpreter of an environment with llama-cpp-python")] = None,
 ) -> int:
     """Tokens per second without a server. The last line of stdout is one JSON object."""
     from mini_engine.bench.offline import Workload, run_offline
 
-    return run_offline(engine, Workload(num_prompts, input_len, output_len), compare or [], vllm_python)
+    works = [Workload(n, length, output_len) for length in input_len or [64] for n in num_prompts or [16]]
+    return run_offline(engine, works, compare or [], rounds, {"vllm": vllm_python, "llama-cpp": llama_python})
+
+
+@bench.command(name="engine")
+@takes_engine_options
+def bench_engine(
+    engine: EngineConfig,
+    rounds: Annotated[int, Option(min=1, help="how often; the least time counts")] = 5,
+    compare: Annotated[list[str] | None, Option(help="vllm")] = None,
+    vllm_python: Annotated[str | None, Option(help="interpreter of an environment with vLLM")] = None,
+) -> int:
+    """Microseconds per scheduled token of the engine core's own work. The last line of stdout is one JSON object."""
+    from mini_engine.bench.engine import run_engine_bench
+
+    return run_engine_bench(engine, rounds, compare or [], vllm_python)
+
+
+@bench.command()
+@takes_engine_options
+def overlap(
+    engine: EngineConfig,
+    step_ms: Annotated[float, Option(min=0.1, help="time of one step of the mock device")] = 20.0,
+    host_ms: Annotated[list[float] | None, Option(help="Python work per step on top of the engine's own; may be repeated")] = None,
+    running: Annotated[int, Option(min=1, help="requests in each step")] = 64,
+    steps: Annotated[int, Option(min=10)] = 100,
+    plot: Annotated[str | None, Option(help="write a PNG of the first steps, or without matplotlib print it")] = None,
+) -> int:
+    """Step period with and without overlap on the mock device. The last line of stdout is one JSON object."""
+    from mini_engine.bench.overlap import run_overlap_bench
+
+    return run_overlap_bench(engine, step_ms, host_ms or [0.0, 5.0, 15.0, 30.0], running, steps, plot)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -105,10 +105,10 @@ def launch(prepared: Prepared, remote: RemoteEngines | None = None) -> Launched:
         raise
 
 
-async def connect(prepared: Prepared, launched: Launched) -> FrontEnd:
-    """Owns `launched` from here on, if it fails too. Raises EngineDeadError."""
+async def connect(prepared: Prepared, launched: Launched, client_index: int = 0) -> FrontEnd:
+    """Owns `launched` from here on, if it fails too. `client_index`: which of the front-ends this is. Raises EngineDeadError."""
     config, server_config = prepared.engine_config, prepared.server_config
-    client = AsyncMPClient(launched.listeners, launched.identities, engines=launched.handles, overlay=config.overlay)
+    client = AsyncMPClient(launched.listeners, launched.identities, client_index, engines=launched.handles, overlay=config.overlay)
     try:
         responses = [r for r in await client.wait_ready(server_config.engine_ready_timeout_s) if r is not None]
         max_model_len = min((r.max_model_len for r in responses), default=config.max_model_len or prepared.files.max_model_len)

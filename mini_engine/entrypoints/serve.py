@@ -40,12 +40,12 @@ def run_server(engine_config: EngineConfig, server_config: ServerConfig, remote:
     """Serve until told to stop; the exit status. Raises VLLMValidationError (a user's mistake) or EngineDeadError before it is ready."""
     setproctitle.setproctitle("mini-engine: api")
     observe_logging.setup("api")
-    _raise_open_files_limit()
-    with bind_http(server_config.host, server_config.port) as sock, _sigterm_interrupts():
+    raise_open_files_limit()
+    with bind_http(server_config.host, server_config.port) as sock, sigterm_interrupts():
         prepared = prepare(engine_config, server_config, weights=remote is None and engine_config.executor != "mock")
         launched = launch(prepared, remote)
         try:
-            return uvloop.run(_serve(prepared, launched, sock))
+            return uvloop.run(serve_on(prepared, launched, sock))
         finally:
             launched.shutdown()
 
@@ -94,14 +94,15 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _serve(prepared: Prepared, launched: Launched, sock: socket.socket) -> int:
+async def serve_on(prepared: Prepared, launched: Launched, sock: socket.socket, *, client_index: int = 0, announce: bool = True) -> int:
+    """Until told to stop, or the engine dies; the exit status. `announce`: the ready line on stdout."""
     signals = _Signals()
-    front_end = await connect(prepared, launched)
+    front_end = await connect(prepared, launched, client_index)
     config = prepared.server_config
     try:
-        app = build_app(
-            front_end.engine,
-            config,
+        service = Service(
+            engine=front_end.engine,
+            config=config,
             model_name=prepared.model_name,
             max_model_len=front_end.max_model_len,
             default_sampling_params=prepared.files.default_sampling_params,
@@ -111,7 +112,7 @@ async def _serve(prepared: Prepared, launched: Launched, sock: socket.socket) ->
         )
         server = _Server(
             uvicorn.Config(
-                app,
+                build_app(service),
                 http="httptools",
                 ws="none",
                 lifespan="off",
@@ -122,22 +123,21 @@ async def _serve(prepared: Prepared, launched: Launched, sock: socket.socket) ->
                 timeout_graceful_shutdown=None,  # the deadlines are ours, below
             )
         )
-        host, port = sock.getsockname()[:2]
         serving = asyncio.create_task(server.serve([sock]), name="uvicorn")
         watching = asyncio.create_task(_until_dead(front_end), name="engine-watch")
         stopping = asyncio.create_task(signals.stop.wait(), name="signals")
         try:
             while not server.started and not serving.done():  # noqa: ASYNC110  uvicorn has a flag, no event
                 await asyncio.sleep(0.01)
-            if not serving.done():
-                print(f"ready: http://{f'[{host}]' if ':' in host else host}:{port}  model {prepared.model_name}", flush=True)
+            if announce and not serving.done():
+                print_ready(sock, prepared.model_name)
             await asyncio.wait((serving, watching, stopping), return_when=asyncio.FIRST_COMPLETED)
             status = 0
             if front_end.engine.errored:
                 logger.error("%s: answering 503 for %g s, then exit", front_end.engine.dead_error, DEAD_LINGER_S)
                 await asyncio.wait((serving, stopping), timeout=DEAD_LINGER_S, return_when=asyncio.FIRST_COMPLETED)
                 status = 1
-            await _stop(server, serving, app.state.service, signals, 0 if status else config.shutdown_timeout_s)
+            await _stop(server, serving, service, signals, 0 if status else config.shutdown_timeout_s)
             serving.result()
             return 130 if signals.now.is_set() else status
         finally:
@@ -146,6 +146,11 @@ async def _serve(prepared: Prepared, launched: Launched, sock: socket.socket) ->
             await asyncio.wait((serving, watching, stopping))
     finally:
         await front_end.shutdown(0.5 if signals.now.is_set() else 5.0)
+
+
+def print_ready(sock: socket.socket, model_name: str) -> None:
+    host, port = sock.getsockname()[:2]
+    print(f"ready: http://{f'[{host}]' if ':' in host else host}:{port}  model {model_name}", flush=True)
 
 
 async def _until_dead(front_end: FrontEnd) -> None:
@@ -170,7 +175,7 @@ async def _stop(server: _Server, serving: asyncio.Task[None], service: Service, 
 
 
 @contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
+def sigterm_interrupts() -> Iterator[None]:
     """While starting, SIGTERM ends what Ctrl-C ends, by an exception too. Afterwards the loop has its own handlers."""
 
     def interrupt(*_: object) -> None:
@@ -183,7 +188,7 @@ def _sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _raise_open_files_limit() -> None:
+def raise_open_files_limit() -> None:
     """A connection is a descriptor, and the usual soft limit of 1,024 is less than what one server can hold."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)

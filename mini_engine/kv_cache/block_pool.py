@@ -3,8 +3,8 @@
 Promises  free + used + null == num_gpu_blocks; a block with ref_cnt > 0 is never handed out; a hash in the map names a block whose
           KV is that prefix, until the block is handed out again: handing out *is* eviction.
 Layout    free_block_queue: the ref_cnt == 0 blocks, next victim first:  [unhashed, last freed first] … [hashed, least recently freed first]
-          cached_block_hash_to_block: hash → block, or {block_id: block} when several hold the same prefix (tables are append-only:
-          a duplicate is kept, not merged). A hashed block may be free: it is still a hit, until its turn comes.
+          cached_block_hash_to_block: hash → {block_id: block}, for several may hold the same prefix (tables are append-only: a
+          duplicate is kept, not merged). A hashed block may be free: it is still a hit, until its turn comes.
 Callers   never read a block after free_blocks(); touch() it first if someone else may free it; free a request's blocks tail first.
 Seam      `kv_cache.block_pool` (overlay.py): a class with the public methods below; its blocks have block_id, ref_cnt, block_hash.
 Not here  how many blocks a request needs (kv_cache_manager.py); tensors (worker/).
@@ -12,6 +12,7 @@ vLLM: v1/core/block_pool.py::BlockPool, v1/core/kv_cache_utils.py::FreeKVCacheBl
 """
 
 import logging
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,91 +21,51 @@ from mini_engine.kv_cache.block_hash import BlockHash
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False)
 class KVCacheBlock:
-    """One block: its owners, the prefix it is known for, and its neighbours while it is free."""
+    """One block: its owners, and the prefix it is known for."""
 
-    __slots__ = ("block_hash", "block_id", "next_free_block", "prev_free_block", "ref_cnt")
-
-    def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
-        self.ref_cnt = 0  #: requests whose block table has it; the null block's is not counted
-        self.block_hash: BlockHash | None = None  #: set while the hash map has it: full, and written or certain to be
-        self.prev_free_block: KVCacheBlock | None = None  #: both None unless the block is free; FreeKVCacheBlockQueue's alone
-        self.next_free_block: KVCacheBlock | None = None
-
-    def __repr__(self) -> str:
-        block_hash = self.block_hash.hex()[:8] if self.block_hash else None
-        return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt}, block_hash={block_hash})"
+    block_id: int
+    ref_cnt: int = 0  #: requests whose block table has it; the null block's is not counted
+    block_hash: BlockHash | None = None  #: set while the hash map has it: full, and written or certain to be
 
 
 class FreeKVCacheBlockQueue:
-    """Doubly linked list through the blocks themselves: a hit takes a block out of the *middle* in O(1), and nothing is allocated.
+    """The free blocks in order of reuse. A hit takes a block out of the *middle*, so every operation is O(1) per block.
 
-    A sentinel closes the ring, so that no operation has a special case:   sentinel ⇄ first … last ⇄ sentinel.
+    An OrderedDict is a doubly linked list with an index to its nodes, in C; vLLM threads one of its own through the blocks.
     """
 
-    def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
-        self.num_free_blocks = 0
-        self._sentinel = KVCacheBlock(-1)
-        self._sentinel.prev_free_block = self._sentinel.next_free_block = self._sentinel
-        self.append_n(blocks)
+    def __init__(self, blocks: Iterable[KVCacheBlock]) -> None:
+        self._blocks = OrderedDict((block.block_id, block) for block in blocks)
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._blocks)
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
         """Take the first n blocks. The caller has compared n with num_free_blocks."""
-        assert n <= self.num_free_blocks, (n, self.num_free_blocks)
-        taken: list[KVCacheBlock] = []
-        block = self._sentinel.next_free_block
-        for _ in range(n):
-            assert block is not None
-            taken.append(block)
-            following = block.next_free_block
-            block.prev_free_block = block.next_free_block = None
-            block = following
-        assert block is not None
-        self._sentinel.next_free_block = block
-        block.prev_free_block = self._sentinel
-        self.num_free_blocks -= n
-        return taken
+        assert n <= len(self._blocks), (n, len(self._blocks))
+        return [self._blocks.popitem(last=False)[1] for _ in range(n)]
 
     def remove(self, block: KVCacheBlock) -> None:
-        """Take a block out wherever it is. O(1)."""
-        before, after = block.prev_free_block, block.next_free_block
-        assert before is not None and after is not None, f"{block} is not free"
-        before.next_free_block = after
-        after.prev_free_block = before
-        block.prev_free_block = block.next_free_block = None
-        self.num_free_blocks -= 1
+        """Take a block out wherever it is. KeyError when it is not free."""
+        del self._blocks[block.block_id]
 
-    def append_n(self, blocks: Sequence[KVCacheBlock]) -> None:
+    def append_n(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Put blocks at the end, in this order: taken last."""
-        last = self._sentinel.prev_free_block
-        assert last is not None
-        self._link(last, blocks, self._sentinel)
+        for block in blocks:
+            self._blocks[block.block_id] = block
 
     def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Put blocks at the front, in this order: blocks[0] is taken next."""
-        first = self._sentinel.next_free_block
-        assert first is not None
-        self._link(self._sentinel, blocks, first)
-
-    def _link(self, before: KVCacheBlock, blocks: Sequence[KVCacheBlock], after: KVCacheBlock) -> None:
-        for block in blocks:
-            before.next_free_block = block
-            block.prev_free_block = before
-            before = block
-        before.next_free_block = after
-        after.prev_free_block = before
-        self.num_free_blocks += len(blocks)
+        self.append_n(blocks)
+        for block in reversed(blocks):
+            self._blocks.move_to_end(block.block_id, last=False)
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         """All of them, next victim first. For checks and tests: O(free)."""
-        blocks: list[KVCacheBlock] = []
-        block = self._sentinel.next_free_block
-        while block is not self._sentinel:
-            assert block is not None
-            blocks.append(block)
-            block = block.next_free_block
-        return blocks
+        return list(self._blocks.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +89,7 @@ class BlockPool:
         self.blocks = [KVCacheBlock(i) for i in range(num_gpu_blocks)]
         self.null_block = self.blocks[0]
         self.free_block_queue = FreeKVCacheBlockQueue(self.blocks[1:])
-        self.cached_block_hash_to_block: dict[BlockHash, KVCacheBlock | dict[int, KVCacheBlock]] = {}
+        self.cached_block_hash_to_block: dict[BlockHash, dict[int, KVCacheBlock]] = {}
         self._num_evictions = 0
         self._min_free_blocks = num_gpu_blocks - 1
 
@@ -136,32 +97,24 @@ class BlockPool:
 
     def get_cached_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
         """A block that holds this prefix (the first published of several), or None. It is not held: touch() it to keep it."""
-        found = self.cached_block_hash_to_block.get(block_hash)
-        return next(iter(found.values())) if isinstance(found, dict) else found
+        same = self.cached_block_hash_to_block.get(block_hash)
+        return next(iter(same.values())) if same else None
 
     def cache_full_blocks(self, blocks: Sequence[KVCacheBlock], block_hashes: Sequence[BlockHash]) -> None:
         """Publish: from now on blocks[i] is found under block_hashes[i]. Its KV is written, or will be before any reader's step."""
-        cached = self.cached_block_hash_to_block
         for block, block_hash in zip(blocks, block_hashes, strict=True):
             assert block.block_hash is None and block.ref_cnt > 0, block
             block.block_hash = block_hash
-            found = cached.get(block_hash)
-            if found is None:
-                cached[block_hash] = block
-            elif isinstance(found, dict):
-                found[block.block_id] = block
-            else:
-                cached[block_hash] = {found.block_id: found, block.block_id: block}
+            self.cached_block_hash_to_block.setdefault(block_hash, {})[block.block_id] = block
 
     def uncache_block(self, block: KVCacheBlock) -> bool:
         """Take back a publication. False when the block had none."""
         block_hash, block.block_hash = block.block_hash, None
         if block_hash is None:
             return False
-        found = self.cached_block_hash_to_block[block_hash]
-        if isinstance(found, dict) and len(found) > 1:
-            del found[block.block_id]
-        else:
+        same = self.cached_block_hash_to_block[block_hash]
+        del same[block.block_id]
+        if not same:
             del self.cached_block_hash_to_block[block_hash]
         return True
 
@@ -228,17 +181,14 @@ class BlockPool:
         return BlockPoolStats(
             num_gpu_blocks=self.num_gpu_blocks,
             num_free_blocks=self.get_num_free_blocks(),
-            num_cached_blocks=sum(len(f) if isinstance(f, dict) else 1 for f in self.cached_block_hash_to_block.values()),
+            num_cached_blocks=sum(map(len, self.cached_block_hash_to_block.values())),
             num_evictions=self._num_evictions,
             peak_used_blocks=self.num_gpu_blocks - 1 - self._min_free_blocks,
         )
 
     def check(self, owners: Mapping[int, int]) -> None:
         """AssertionError unless everything adds up. owners: block id → how many block tables have it. O(blocks)."""
-        free = self.free_block_queue.get_all_free_blocks()
-        assert len(free) == self.free_block_queue.num_free_blocks, "free list and its count disagree"
-        free_ids = {block.block_id for block in free}
-        assert len(free_ids) == len(free), "a block is free twice"
+        free_ids = {block.block_id for block in self.free_block_queue.get_all_free_blocks()}
         assert not (both := free_ids & owners.keys()), f"blocks both free and owned: {sorted(both)}"
         assert len(free_ids) + len(owners) + 1 == self.num_gpu_blocks, "a block is neither free nor owned"
         assert 0 not in free_ids and 0 not in owners, "the null block was handed out"
@@ -247,6 +197,6 @@ class BlockPool:
             assert block.ref_cnt == owners.get(block.block_id, 0), f"{block}: {owners.get(block.block_id, 0)} tables have it"
             if block.block_hash is not None:
                 num_hashed += 1
-                found = self.cached_block_hash_to_block.get(block.block_hash)
-                assert found is block or (isinstance(found, dict) and found.get(block.block_id) is block), f"{block} is not in the map"
+                same = self.cached_block_hash_to_block.get(block.block_hash, {})
+                assert same.get(block.block_id) is block, f"{block} is not in the map"
         assert num_hashed == self.statistics().num_cached_blocks, "the hash map names a block that does not hold that hash"

@@ -56,17 +56,15 @@ class ModelConfig:
         """Read `model_dir`/config.json. Raises VLLMValidationError when it is missing, malformed or not supported."""
         path = Path(model_dir) / "config.json"
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             raise VLLMValidationError(f"{path}: no such file; a model directory holds config.json and *.safetensors") from None
-        except (OSError, ValueError) as e:
-            raise VLLMValidationError(f"{path}: not readable as JSON: {e}") from e
-        try:
-            return cls.from_dict(data)
         except VLLMValidationError as e:
             raise VLLMValidationError(f"{path}: {e}") from None
         except KeyError as e:
             raise VLLMValidationError(f"{path}: key {e} is missing") from None
+        except (OSError, ValueError) as e:
+            raise VLLMValidationError(f"{path}: not readable as JSON: {e}") from e
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:

@@ -55,9 +55,13 @@ class DefaultModelInfo:
     size_bytes: int  #: on disk
 
 
+def cache_dir() -> Path:
+    """`$MINI_ENGINE_CACHE`, or `~/.cache/mini_engine`."""
+    return Path(os.environ.get("MINI_ENGINE_CACHE") or Path.home() / ".cache" / "mini_engine")
+
+
 def models_dir() -> Path:
-    """`$MINI_ENGINE_CACHE/models`, or `~/.cache/mini_engine/models`."""
-    return Path(os.environ.get("MINI_ENGINE_CACHE") or Path.home() / ".cache" / "mini_engine") / "models"
+    return cache_dir() / "models"
 
 
 def resolve_model(model: str, *, weights: bool = True, progress: bool = True) -> Path:

@@ -9,13 +9,14 @@ Stands beside form 9 of a request.    vLLM: v1/metrics/loggers.py::PrometheusSta
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from mini_engine.observe.stats import FinishedRequestStats, IterationStats
+from mini_engine.observe.stats import IterationStats
 from mini_engine.wire.messages import FinishReason, SchedulerStats
 
 # vLLM 0.32.0's bucket bounds: a dashboard's quantiles are comparable only when they are the same
@@ -29,18 +30,36 @@ ITERATION_TOKENS = tuple(1 << i for i in (0, *range(3, 15)))
 PARAMS_N = (1, 2, 5, 10, 20)
 NUM_PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 
-GAUGES = {
-    "num_requests_running": "Requests in the running queue.",
-    "num_requests_waiting": "Requests waiting to be scheduled.",
-    "kv_cache_usage_perc": "Share of the KV blocks in use; 1 is all of them.",
+#: name → (kind, help); plain numbers
+NUMBERS: dict[str, tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], str]] = {
+    "num_requests_running": (GaugeMetricFamily, "Requests in the running queue."),
+    "num_requests_waiting": (GaugeMetricFamily, "Requests waiting to be scheduled."),
+    "kv_cache_usage_perc": (GaugeMetricFamily, "Share of the KV blocks in use; 1 is all of them."),
+    "prefix_cache_queries": (CounterMetricFamily, "Prompt tokens looked up in the prefix cache."),
+    "prefix_cache_hits": (CounterMetricFamily, "Prompt tokens found in the prefix cache."),
+    "num_preemptions": (CounterMetricFamily, "Requests pushed out of the running queue to be computed again."),
+    "prompt_tokens": (CounterMetricFamily, "Prompt tokens of requests that got their first token."),
+    "prompt_tokens_cached": (CounterMetricFamily, "Of these, tokens whose KV was there already."),
+    "generation_tokens": (CounterMetricFamily, "Tokens generated."),
 }
-COUNTERS = {
-    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
-    "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
-    "num_preemptions": "Requests pushed out of the running queue to be computed again.",
-    "prompt_tokens": "Prompt tokens of requests that got their first token.",
-    "prompt_tokens_cached": "Of these, tokens whose KV was there already.",
-    "generation_tokens": "Tokens generated.",
+#: name → (bucket bounds; None: 1, 2, 5, 10, … up to max_model_len, the field of FinishedRequestStats that it counts, if it is one)
+HISTOGRAMS: dict[str, tuple[Sequence[float] | None, str | None]] = {
+    "request_prompt_tokens": (None, "num_prompt_tokens"),
+    "request_generation_tokens": (None, "num_generation_tokens"),
+    "request_params_max_tokens": (None, "max_tokens_param"),
+    "request_prefill_kv_computed_tokens": (None, "num_computed_tokens"),
+    "request_max_num_generation_tokens": (None, None),
+    "request_params_n": (PARAMS_N, None),
+    "request_num_preemptions": (NUM_PREEMPTIONS, "num_preemptions"),
+    "iteration_tokens_total": (ITERATION_TOKENS, None),
+    "time_to_first_token_seconds": (TIME_TO_FIRST_TOKEN, None),
+    "inter_token_latency_seconds": (INTER_TOKEN_LATENCY, None),
+    "request_time_per_output_token_seconds": (INTER_TOKEN_LATENCY, "mean_time_per_output_token"),
+    "e2e_request_latency_seconds": (REQUEST_LATENCY, "e2e_latency"),
+    "request_queue_time_seconds": (REQUEST_LATENCY, "queued_time"),
+    "request_inference_time_seconds": (REQUEST_LATENCY, "inference_time"),
+    "request_prefill_time_seconds": (REQUEST_LATENCY, "prefill_time"),
+    "request_decode_time_seconds": (REQUEST_LATENCY, "decode_time"),
 }
 
 
@@ -66,54 +85,34 @@ class Histogram:
             self.total += value * times
 
     def cumulative(self) -> list[tuple[str, float]]:
-        running, result = 0, []
-        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
-            running += count
-            result.append(("+Inf" if bound == float("inf") else str(float(bound)), float(running)))
-        return result
+        bounds = (*(str(float(bound)) for bound in self.bounds), "+Inf")
+        return list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
 
 
 class EngineSeries:
-    """All numbers of one engine. record() is the only writer."""
+    """All numbers of one engine. The record methods are the only writers."""
 
     def __init__(self, max_model_len: int) -> None:
-        tokens = request_tokens_buckets(max_model_len)
-        self.gauges: dict[str, float] = dict.fromkeys(GAUGES, 0.0)
-        self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
+        self.numbers: dict[str, float] = dict.fromkeys(NUMBERS, 0.0)
         self.request_success: dict[FinishReason, int] = dict.fromkeys(FinishReason, 0)
-        self.histograms = {
-            "request_prompt_tokens": Histogram(tokens),
-            "request_generation_tokens": Histogram(tokens),
-            "request_max_num_generation_tokens": Histogram(tokens),
-            "request_params_max_tokens": Histogram(tokens),
-            "request_prefill_kv_computed_tokens": Histogram(tokens),
-            "request_params_n": Histogram(PARAMS_N),
-            "request_num_preemptions": Histogram(NUM_PREEMPTIONS),
-            "iteration_tokens_total": Histogram(ITERATION_TOKENS),
-            "time_to_first_token_seconds": Histogram(TIME_TO_FIRST_TOKEN),
-            "inter_token_latency_seconds": Histogram(INTER_TOKEN_LATENCY),
-            "request_time_per_output_token_seconds": Histogram(INTER_TOKEN_LATENCY),
-            "e2e_request_latency_seconds": Histogram(REQUEST_LATENCY),
-            "request_queue_time_seconds": Histogram(REQUEST_LATENCY),
-            "request_inference_time_seconds": Histogram(REQUEST_LATENCY),
-            "request_prefill_time_seconds": Histogram(REQUEST_LATENCY),
-            "request_decode_time_seconds": Histogram(REQUEST_LATENCY),
-        }
+        tokens = request_tokens_buckets(max_model_len)
+        self.histograms = {name: Histogram(bounds or tokens) for name, (bounds, _) in HISTOGRAMS.items()}
 
     def record_scheduler(self, stats: SchedulerStats) -> None:
-        self.gauges["num_requests_running"] = stats.num_running_reqs
-        self.gauges["num_requests_waiting"] = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
-        self.gauges["kv_cache_usage_perc"] = stats.kv_cache_usage
-        self.counters["prefix_cache_queries"] += stats.prefix_cache_stats.queries
-        self.counters["prefix_cache_hits"] += stats.prefix_cache_stats.hits
+        numbers = self.numbers
+        numbers["num_requests_running"] = stats.num_running_reqs
+        numbers["num_requests_waiting"] = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
+        numbers["kv_cache_usage_perc"] = stats.kv_cache_usage
+        numbers["prefix_cache_queries"] += stats.prefix_cache_stats.queries
+        numbers["prefix_cache_hits"] += stats.prefix_cache_stats.hits
 
     def record_iteration(self, stats: IterationStats) -> None:
-        prompt, counters, histograms = stats.prompt_token_stats, self.counters, self.histograms
-        counters["num_preemptions"] += stats.num_preempted_reqs
-        counters["prompt_tokens"] += prompt.total
-        counters["prompt_tokens_cached"] += prompt.cached
-        counters["generation_tokens"] += stats.num_generation_tokens
-        histograms["iteration_tokens_total"].observe(prompt.computed + stats.num_generation_tokens)
+        numbers, histograms = self.numbers, self.histograms
+        numbers["num_preemptions"] += stats.num_preempted_reqs
+        numbers["prompt_tokens"] += stats.num_prompt_tokens
+        numbers["prompt_tokens_cached"] += stats.num_cached_tokens
+        numbers["generation_tokens"] += stats.num_generation_tokens
+        histograms["iteration_tokens_total"].observe(stats.num_prompt_tokens - stats.num_cached_tokens + stats.num_generation_tokens)
         for n in stats.n_params_iter:
             histograms["request_params_n"].observe(n)
         for num_tokens in stats.max_num_generation_tokens_iter:
@@ -123,25 +122,10 @@ class EngineSeries:
         for latency, times in stats.inter_token_latencies.items():
             histograms["inter_token_latency_seconds"].observe(latency, times)
         for finished in stats.finished_requests:
-            self._record_finished(finished)
-
-    def _record_finished(self, finished: FinishedRequestStats) -> None:
-        self.request_success[finished.finish_reason] += 1
-        values: Mapping[str, float | None] = {
-            "request_prompt_tokens": finished.num_prompt_tokens,
-            "request_generation_tokens": finished.num_generation_tokens,
-            "request_params_max_tokens": finished.max_tokens_param,
-            "request_prefill_kv_computed_tokens": finished.num_prompt_tokens - finished.num_cached_tokens,
-            "request_num_preemptions": finished.num_preemptions,
-            "request_time_per_output_token_seconds": finished.mean_time_per_output_token,
-            "e2e_request_latency_seconds": finished.e2e_latency,
-            "request_queue_time_seconds": finished.queued_time,
-            "request_inference_time_seconds": finished.inference_time,
-            "request_prefill_time_seconds": finished.prefill_time,
-            "request_decode_time_seconds": finished.decode_time,
-        }
-        for name, value in values.items():
-            self.histograms[name].observe(value)
+            self.request_success[finished.finish_reason] += 1
+            for name, (_, field) in HISTOGRAMS.items():
+                if field is not None:
+                    histograms[name].observe(getattr(finished, field))
 
 
 class PrometheusStatLogger(Collector):
@@ -176,28 +160,22 @@ class PrometheusStatLogger(Collector):
     def collect(self) -> Iterator[Metric]:
         """Called by the registry, once per scrape."""
         labels = ("model_name", "engine")
-        values = {index: (self.model_name, str(index)) for index in self.engines}
-        for name, text in GAUGES.items():
-            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=labels)
-            for index, engine in self.engines.items():
-                gauge.add_metric(values[index], engine.gauges[name])
-            yield gauge
-        for name, text in COUNTERS.items():
-            counter = CounterMetricFamily(f"vllm:{name}", text, labels=labels)
-            for index, engine in self.engines.items():
-                counter.add_metric(values[index], engine.counters[name])
-            yield counter
-        success = CounterMetricFamily("vllm:request_success", "Requests that ended, by reason.", labels=(*labels, "finished_reason"))
-        for index, engine in self.engines.items():
-            for reason, count in engine.request_success.items():
-                success.add_metric((*values[index], str(reason)), count)
-        yield success
-        for name in next(iter(self.engines.values())).histograms:
-            family = HistogramMetricFamily(f"vllm:{name}", name.replace("_", " ").capitalize() + ".", labels=labels)
-            for index, engine in self.engines.items():
-                histogram = engine.histograms[name]
-                family.add_metric(values[index], histogram.cumulative(), histogram.total)
+        engines = [((self.model_name, str(index)), engine) for index, engine in self.engines.items()]
+        for name, (kind, text) in NUMBERS.items():
+            family = kind(f"vllm:{name}", text, labels=labels)
+            for values, engine in engines:
+                family.add_metric(values, engine.numbers[name])
             yield family
+        success = CounterMetricFamily("vllm:request_success", "Requests that ended, by reason.", labels=(*labels, "finished_reason"))
+        for values, engine in engines:
+            for reason, count in engine.request_success.items():
+                success.add_metric((*values, str(reason)), count)
+        yield success
+        for name in HISTOGRAMS:
+            histogram = HistogramMetricFamily(f"vllm:{name}", name.replace("_", " ").capitalize() + ".", labels=labels)
+            for values, engine in engines:
+                histogram.add_metric(values, engine.histograms[name].cumulative(), engine.histograms[name].total)
+            yield histogram
         if self.cache_config:
             names = tuple(next(iter(self.cache_config.values())))
             info = GaugeMetricFamily("vllm:cache_config_info", "The KV cache of each engine.", labels=("engine", *names))

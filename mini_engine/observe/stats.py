@@ -6,14 +6,14 @@ Clocks    arrival is wall clock, in this process; QUEUED, SCHEDULED and token ti
           differences mean something here. The two are never mixed.
 
 Filled at form 9 of a request, by llm/output_processor.py.
-vLLM: v1/metrics/stats.py::IterationStats, RequestStateStats, FinishedRequestStats, PromptTokenStats
+vLLM: v1/metrics/stats.py::IterationStats, RequestStateStats, FinishedRequestStats
 """
 
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from mini_engine.wire.messages import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, FinishReason, PrefillStats
+from mini_engine.wire.messages import EngineCoreEventType, EngineCoreOutput, FinishReason
 
 
 @dataclass(slots=True)
@@ -27,7 +27,6 @@ class RequestStateStats:
     scheduled_ts: float = 0.0  #: first time; preemption does not move it
     first_token_ts: float = 0.0
     last_token_ts: float = 0.0
-    first_token_latency: float = 0.0  #: seconds from arrival to here, wall clock
     num_cached_tokens: int = 0  #: of the prompt, from prefill_stats
 
 
@@ -38,7 +37,7 @@ class FinishedRequestStats:
     finish_reason: FinishReason
     num_prompt_tokens: int
     num_generation_tokens: int
-    num_cached_tokens: int
+    num_computed_tokens: int  #: of the prompt: those whose KV was not cached
     num_preemptions: int
     max_tokens_param: int | None
     e2e_latency: float  #: arrival to last output
@@ -50,26 +49,13 @@ class FinishedRequestStats:
 
 
 @dataclass(slots=True)
-class PromptTokenStats:
-    """Where the KV of the prompts that got their first token came from. computed + cached == total."""
-
-    computed: int = 0
-    cached: int = 0
-    total: int = 0
-
-    def update_from_output(self, prefill: PrefillStats) -> None:
-        self.computed += prefill.num_computed_tokens
-        self.cached += prefill.num_cached_tokens
-        self.total += prefill.num_prompt_tokens
-
-
-@dataclass(slots=True)
 class IterationStats:
     """Everything new in one EngineCoreOutputs message. Made for it, filled while it is processed, recorded, thrown away."""
 
     iteration_timestamp: float = field(default_factory=time.time)  #: wall clock
     num_generation_tokens: int = 0
-    prompt_token_stats: PromptTokenStats = field(default_factory=PromptTokenStats)
+    num_prompt_tokens: int = 0  #: of requests that got their first token
+    num_cached_tokens: int = 0  #: of these, tokens whose KV was there already
     num_preempted_reqs: int = 0
     finished_requests: list[FinishedRequestStats] = field(default_factory=list)
     n_params_iter: list[int] = field(default_factory=list)  #: `n` of each user's request that ended, all its answers included
@@ -84,23 +70,7 @@ class IterationStats:
         num_new = len(output.new_token_ids)
         self.num_generation_tokens += num_new
         req_stats.num_generation_tokens += num_new
-        if output.events is not None:
-            self._update_from_events(output.events, req_stats)
-        if output.prefill_stats is not None:
-            self.prompt_token_stats.update_from_output(output.prefill_stats)
-            req_stats.num_cached_tokens = output.prefill_stats.num_cached_tokens
-        if not num_new:  # a request that ended without a token (abort, error) has no token times
-            return
-        if is_prefilling:
-            req_stats.first_token_ts = engine_core_timestamp
-            req_stats.first_token_latency = self.iteration_timestamp - req_stats.arrival_time
-            self.time_to_first_tokens_iter.append(req_stats.first_token_latency)
-        else:
-            self.inter_token_latencies[engine_core_timestamp - req_stats.last_token_ts] += 1
-        req_stats.last_token_ts = engine_core_timestamp
-
-    def _update_from_events(self, events: list[EngineCoreEvent], req_stats: RequestStateStats) -> None:
-        for event in events:
+        for event in output.events or ():
             if event.type == EngineCoreEventType.QUEUED:
                 req_stats.queued_ts = event.timestamp
             elif event.type == EngineCoreEventType.SCHEDULED:
@@ -108,6 +78,18 @@ class IterationStats:
             else:
                 self.num_preempted_reqs += 1
                 req_stats.num_preemptions += 1
+        if output.prefill_stats is not None:
+            req_stats.num_cached_tokens = output.prefill_stats.num_cached_tokens
+            self.num_cached_tokens += req_stats.num_cached_tokens
+            self.num_prompt_tokens += output.prefill_stats.num_prompt_tokens
+        if not num_new:  # a request that ended without a token (abort, error) has no token times
+            return
+        if is_prefilling:
+            req_stats.first_token_ts = engine_core_timestamp
+            self.time_to_first_tokens_iter.append(self.iteration_timestamp - req_stats.arrival_time)
+        else:
+            self.inter_token_latencies[engine_core_timestamp - req_stats.last_token_ts] += 1
+        req_stats.last_token_ts = engine_core_timestamp
 
     def update_from_finished_request(
         self, finish_reason: FinishReason, num_prompt_tokens: int, max_tokens_param: int | None, req_stats: RequestStateStats
@@ -121,7 +103,7 @@ class IterationStats:
                 finish_reason=finish_reason,
                 num_prompt_tokens=num_prompt_tokens,
                 num_generation_tokens=s.num_generation_tokens,
-                num_cached_tokens=s.num_cached_tokens,
+                num_computed_tokens=num_prompt_tokens - s.num_cached_tokens,
                 num_preemptions=s.num_preemptions,
                 max_tokens_param=max_tokens_param,
                 e2e_latency=self.iteration_timestamp - s.arrival_time,

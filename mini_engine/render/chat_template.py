@@ -26,7 +26,7 @@ Message = Mapping[str, Any]  #: role, content (text, or a list of text parts), a
 
 #: Put behind the final message to find where it ends in the prompt. The space at its end tells whether the template strips contents.
 _END_MARK = "<<END-OF-FINAL-MESSAGE>> "
-_RESERVED = ("messages", "tools", "add_generation_prompt")
+_RESERVED = {"messages", "tools", "add_generation_prompt"}
 
 
 class _Generation(Extension):
@@ -40,23 +40,13 @@ class _Generation(Extension):
         return nodes.Scope(body, lineno=lineno)
 
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
+def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     """Jinja's own escapes `<`, `>`, `&` for HTML; a prompt is not HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
 
 
 def normalise_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -65,21 +55,17 @@ def normalise_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     Raises VLLMValidationError naming the message, and the part that is not text.
     """
     if not messages:
-        raise VLLMValidationError("messages must hold at least one message, got none", parameter="messages", value=[])
+        raise VLLMValidationError("messages must hold at least one message, got none", parameter="messages")
     normalised = []
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise VLLMValidationError(
-                f"messages[{i}] must be an object with a role, got {short(message)}", parameter="messages", value=message
-            )
+            raise VLLMValidationError(f"messages[{i}] must be an object with a role, got {short(message)}", parameter="messages")
         copy = {key: value for key, value in message.items() if value is not None}
         content = copy.get("content", "")
         if isinstance(content, list):
             copy["content"] = "\n".join(_part_text(part, f"messages[{i}].content[{j}]") for j, part in enumerate(content))
         elif not isinstance(content, str):
-            raise VLLMValidationError(
-                f"messages[{i}].content must be text or text parts, got {content!r}", parameter="messages", value=content
-            )
+            raise VLLMValidationError(f"messages[{i}].content must be text or text parts, got {content!r}", parameter="messages")
         normalised.append(copy)
     return normalised
 
@@ -91,9 +77,7 @@ def _part_text(part: Any, where: str) -> str:
     text = part.get("text") if kind == "text" else None
     if isinstance(text, str):
         return text
-    raise VLLMValidationError(
-        f"{where} is of type {kind!r}: only {{'type': 'text', 'text': …}} parts are supported", parameter="messages", value=part
-    )
+    raise VLLMValidationError(f"{where} is of type {kind!r}: only {{'type': 'text', 'text': …}} is supported", parameter="messages")
 
 
 class ChatTemplate:
@@ -101,11 +85,10 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         """`special_tokens`: "bos_token" and so on, visible to the template. Raises VLLMValidationError for a syntax error."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-        )
+        extensions = [_Generation, "jinja2.ext.loopcontrols"]
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = _tojson
-        environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+        environment.globals.update(raise_exception=_raise_exception, strftime_now=lambda format: datetime.now().strftime(format))
         self._special_tokens = dict(special_tokens or {})
         try:
             self._template = environment.from_string(source)
@@ -119,45 +102,34 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt. `continue_final_message`: it ends inside the last message, for the model to go on there."""
+        """The prompt. `continue_final_message`: it ends inside the last message, for the model to go on there.
+
+        `chat_template_kwargs`: variables of the template's own.
+        """
         if continue_final_message and add_generation_prompt:
             raise VLLMValidationError(
                 "continue_final_message and add_generation_prompt exclude each other: go on with the last message, or start a new one",
                 parameter="continue_final_message",
-                value=True,
             )
-        for name in _RESERVED:
-            if kwargs and name in kwargs:
-                raise VLLMValidationError(
-                    f"chat_template_kwargs may not hold {name!r}: it is a field of the request",
-                    parameter="chat_template_kwargs",
-                    value=name,
-                )
+        variables = {"documents": None, **self._special_tokens, **(chat_template_kwargs or {})}
+        if clash := _RESERVED & variables.keys():
+            message = f"chat_template_kwargs may not hold {', '.join(map(repr, sorted(clash)))}: a field of the request"
+            raise VLLMValidationError(message, parameter="chat_template_kwargs")
         normalised = normalise_messages(messages)
-        if not continue_final_message:
-            return self._run(normalised, add_generation_prompt, tools, kwargs)
-        final = normalised[-1].get("content")
-        if final is None:
-            raise VLLMValidationError("continue_final_message: the last message has no content to continue", parameter="messages")
-        normalised[-1]["content"] = final + _END_MARK
-        return _cut_at_mark(self._run(normalised, False, tools, kwargs), final)
-
-    def _run(
-        self,
-        messages: list[dict[str, Any]],
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None,
-        kwargs: Mapping[str, Any] | None,
-    ) -> str:
-        variables = {"documents": None, **self._special_tokens, **(kwargs or {})}
-        variables.update(messages=messages, tools=tools or None, add_generation_prompt=add_generation_prompt)
+        final = normalised[-1].get("content") if continue_final_message else None
+        if continue_final_message:
+            if final is None:
+                raise VLLMValidationError("continue_final_message: the last message has no content to continue", parameter="messages")
+            normalised[-1]["content"] = final + _END_MARK
+        variables.update(messages=normalised, tools=tools or None, add_generation_prompt=add_generation_prompt)
         try:
-            return self._template.render(variables)
+            prompt = self._template.render(variables)
         except Exception as e:  # a template can fail in any way that a program can: with what it was given, it cannot be served
             kind = "" if isinstance(e, jinja2.TemplateError) else f"{type(e).__name__}: "
             raise VLLMValidationError(f"chat template: {kind}{e}", parameter="messages") from e
+        return prompt if final is None else _cut_at_mark(prompt, final)
 
 
 def _cut_at_mark(prompt: str, final: str) -> str:
@@ -166,7 +138,6 @@ def _cut_at_mark(prompt: str, final: str) -> str:
         raise VLLMValidationError(
             "continue_final_message: the chat template drops or changes the last message, so there is no place to go on from",
             parameter="continue_final_message",
-            value=True,
         )
     if prompt.startswith(_END_MARK, at):
         return prompt[:at]

@@ -6,7 +6,6 @@ tokens, and the chat template wherever it lives. The weights and the decoder's s
 Stands before a request's path.    vLLM: config/model.py::ModelConfig (get_diff_sampling_param, try_get_generation_config)
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -17,17 +16,9 @@ from mini_engine.exceptions import VLLMValidationError
 
 #: the special tokens that have a name, and that templates see under it
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-#: generation_config.json's sampling defaults, and vLLM's names for them
-_SAMPLING_DEFAULTS = {
-    "repetition_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "max_new_tokens": "max_tokens",
-}
+#: generation_config.json's sampling defaults that are SamplingParams fields too; max_new_tokens is max_tokens there
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_SAMPLING_DEFAULTS = (*_PENALTIES, "temperature", "top_k", "top_p", "min_p", "max_new_tokens")
 
 
 class _AddedToken(msgspec.Struct):
@@ -41,40 +32,29 @@ class _TokenizerJson(msgspec.Struct):
     added_tokens: list[_AddedToken] = []
 
 
-def read_json(model_dir: Path, name: str, *, required: bool) -> dict[str, Any]:
-    """The object in `model_dir`/`name`; {} if it may be missing and is. Raises VLLMValidationError naming the file."""
+def read_json(model_dir: Path, name: str, *, required: bool = False, type: Any = dict[str, Any]) -> Any:
+    """`model_dir`/`name`; an empty one if it may be missing and is. Raises VLLMValidationError naming the file."""
     path = model_dir / name
+    if not path.is_file():
+        if required:
+            raise VLLMValidationError(f"no {name} in {model_dir}: is it a model directory?")
+        return msgspec.convert({}, type)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if not required:
-            return {}
-        raise VLLMValidationError(f"no {name} in {model_dir}: is it a model directory?", parameter="model", value=str(model_dir)) from None
-    except (OSError, ValueError) as e:
-        raise VLLMValidationError(f"cannot read {path}: {e}", parameter="model", value=str(model_dir)) from e
-    if not isinstance(data, dict):
-        raise VLLMValidationError(f"{path} holds a {type(data).__name__}, not an object", parameter="model", value=str(model_dir))
-    return data
+        return msgspec.json.decode(path.read_bytes(), type=type)
+    except (OSError, msgspec.DecodeError) as e:
+        raise VLLMValidationError(f"cannot read {path}: {e}") from e
 
 
 def special_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:
     """The named special tokens that a model has, as text."""
-    found: dict[str, str] = {}
-    for name in SPECIAL_TOKEN_NAMES:
-        token = tokenizer_config.get(name)
-        if isinstance(token, dict):  # how AddedToken is saved
-            token = token.get("content")
-        if isinstance(token, str):
-            found[name] = token
-    return found
+    found = {name: tokenizer_config.get(name) for name in SPECIAL_TOKEN_NAMES}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}  # a dict: AddedToken
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
     model_dir: Path
-    config: dict[str, Any]
-    generation_config: dict[str, Any]  #: {} when the model has none
-    tokenizer_config: dict[str, Any]  #: {} when the model has none
     chat_templates: dict[str, str]  #: by name: "default", and for some models "tool_use"
     special_tokens: dict[str, str]  #: "bos_token" and so on, those that the model has
     vocab_size: int  #: the model's: logits per position, padding included
@@ -87,51 +67,29 @@ class ModelFiles:
         """Raises VLLMValidationError when config.json is missing, a file is damaged, or a number that must be there is not."""
         model_dir = Path(model_dir)
         config = read_json(model_dir, "config.json", required=True)
-        generation_config = read_json(model_dir, "generation_config.json", required=False)
-        tokenizer_config = read_json(model_dir, "tokenizer_config.json", required=False)
+        for name in ("vocab_size", "max_position_embeddings"):
+            if not isinstance(value := config.get(name), int) or value < 1:
+                raise VLLMValidationError(f"{model_dir / 'config.json'}: {name} must be a positive integer, got {value!r}")
+        generation_config = read_json(model_dir, "generation_config.json")
+        tokenizer_config = read_json(model_dir, "tokenizer_config.json")
         tokens = special_tokens(tokenizer_config)
-        eos = _added_token_id(model_dir, tokens.get("eos_token"))
+        added = read_json(model_dir, "tokenizer.json", type=_TokenizerJson).added_tokens
+        eos = [token.id for token in added if token.content == tokens.get("eos_token")]
         # Without generation_config.json, config.json's eos stands in for it, as in transformers.
         more = (generation_config or config).get("eos_token_id")
-        eos_token_ids = [token_id for token_id in (eos, *(more if isinstance(more, list) else [more])) if token_id is not None]
+        eos += more if isinstance(more, list) else [more]
+        advised = {name: value for name in _SAMPLING_DEFAULTS if (value := generation_config.get(name)) is not None}
+        if "max_new_tokens" in advised:
+            advised["max_tokens"] = advised.pop("max_new_tokens")
         return cls(
             model_dir=model_dir,
-            config=config,
-            generation_config=generation_config,
-            tokenizer_config=tokenizer_config,
             chat_templates=_chat_templates(model_dir, tokenizer_config),
             special_tokens=tokens,
-            vocab_size=_positive_int(model_dir, config, "vocab_size"),
-            max_model_len=_positive_int(model_dir, config, "max_position_embeddings"),
-            eos_token_ids=list(dict.fromkeys(eos_token_ids)),
-            default_sampling_params={
-                ours: generation_config[theirs] for theirs, ours in _SAMPLING_DEFAULTS.items() if generation_config.get(theirs) is not None
-            },
+            vocab_size=config["vocab_size"],
+            max_model_len=config["max_position_embeddings"],
+            eos_token_ids=[token_id for token_id in dict.fromkeys(eos) if token_id is not None],
+            default_sampling_params=advised,
         )
-
-    @property
-    def chat_template(self) -> str | None:
-        return self.chat_templates.get("default")
-
-
-def _positive_int(model_dir: Path, config: dict[str, Any], name: str) -> int:
-    value = config.get(name)
-    if not isinstance(value, int) or value < 1:
-        raise VLLMValidationError(
-            f"{model_dir / 'config.json'}: {name} must be a positive integer, got {value!r}", parameter="model", value=str(model_dir)
-        )
-    return value
-
-
-def _added_token_id(model_dir: Path, content: str | None) -> int | None:
-    path = model_dir / "tokenizer.json"
-    if content is None or not path.is_file():
-        return None
-    try:
-        added = msgspec.json.decode(path.read_bytes(), type=_TokenizerJson).added_tokens
-    except msgspec.DecodeError as e:
-        raise VLLMValidationError(f"cannot read {path}: {e}", parameter="model", value=str(model_dir)) from e
-    return next((token.id for token in added if token.content == content), None)
 
 
 def _chat_templates(model_dir: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
@@ -139,7 +97,7 @@ def _chat_templates(model_dir: Path, tokenizer_config: dict[str, Any]) -> dict[s
     file = model_dir / "chat_template.jinja"
     if file.is_file():
         return {"default": file.read_text(encoding="utf-8")}
-    found = read_json(model_dir, "chat_template.json", required=False).get("chat_template") or tokenizer_config.get("chat_template")
+    found = read_json(model_dir, "chat_template.json").get("chat_template") or tokenizer_config.get("chat_template")
     if isinstance(found, str):
         return {"default": found}
     return {entry["name"]: entry["template"] for entry in found or []}

@@ -9,29 +9,22 @@ Changes of form 2 and 3 of a request.    vLLM: renderers/base.py::BaseRenderer
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from mini_engine.exceptions import VLLMValidationError
 from mini_engine.render.chat_template import ChatTemplate, Message
 from mini_engine.render.model_files import ModelFiles
 from mini_engine.render.tokenizer import Tokenizer
 
-_T = TypeVar("_T")
-
 
 class Renderer:
     """Prompts for one model. The `_sync` methods are the same without a pool, on the caller's thread: for LLM."""
 
     def __init__(
-        self,
-        model_files: ModelFiles,
-        tokenizer: Tokenizer,
-        max_model_len: int,
-        num_workers: int = 1,
-        chat_template: str | None = None,
+        self, model_files: ModelFiles, tokenizer: Tokenizer, max_model_len: int, num_workers: int = 1, chat_template: str | None = None
     ) -> None:
         """`chat_template`: a source in place of the model's. Raises VLLMValidationError if a template has a syntax error."""
         self.tokenizer = tokenizer
@@ -43,36 +36,28 @@ class Renderer:
 
     async def render_chat(self, messages: Sequence[Message], **options: Any) -> tuple[str, list[int]]:
         """render_chat_sync, on the pool."""
-        return await self._in_pool(partial(self.render_chat_sync, messages, **options))
+        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(self.render_chat_sync, messages, **options))
 
     async def tokenize_prompt(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """tokenize_prompt_sync, on the pool."""
         self._check_length(text)  # here too: a refusal need not queue behind somebody's long prompt
-        return await self._in_pool(partial(self.tokenize_prompt_sync, text, add_special_tokens))
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self.tokenize_prompt_sync, text, add_special_tokens)
 
     def render_chat_sync(
         self,
         messages: Sequence[Message],
         *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
+        **options: Any,
     ) -> tuple[str, list[int]]:
-        """Prompt text and token ids of a chat. Special tokens are not added: the template writes them.
+        """Prompt text and token ids of a chat. Special tokens are not added: the template writes them. `options`: ChatTemplate.render's.
 
         Raises VLLMValidationError: no template, a message that cannot be rendered, too long.
         """
         template = self._template(bool(tools)) if chat_template is None else ChatTemplate(chat_template, self._special_tokens)
-        prompt = template.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            kwargs=chat_template_kwargs,
-        )
+        prompt = template.render(messages, tools=tools, **options)
         return prompt, self.tokenize_prompt_sync(prompt, add_special_tokens)
 
     def tokenize_prompt_sync(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -99,8 +84,4 @@ class Renderer:
                 f"the prompt has {len(text)} characters; {self.max_model_len} tokens (max_model_len) of at most "
                 f"{self.tokenizer.longest_token_chars} characters hold {most}. Shorten it",
                 parameter="prompt",
-                value=len(text),
             )
-
-    async def _in_pool(self, work: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)

@@ -9,7 +9,6 @@ Stands between forms 2 and 3 of a request, and beside form 9.    vLLM: tokenizer
 """
 
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Self
 
@@ -35,6 +34,7 @@ class Tokenizer:
         self.vocab_size: int = len(vocab)
         self.longest_token_chars: int = max(map(len, vocab), default=1)  #: the most characters one token can decode to (an upper bound)
         self._ids: frozenset[int] = frozenset(vocab.values())
+        self._ordinary_ids = self._ids - self.special_token_ids
         self._token_text: dict[int, str] = {}
 
     @classmethod
@@ -45,17 +45,13 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as e:  # the library raises plain Exception
             raise VLLMValidationError(f"{path}: not a tokenizer that the tokenizers library reads: {e}", parameter="model") from e
-        return cls(backend, special_tokens(read_json(Path(model_dir), "tokenizer_config.json", required=False)).get("eos_token"))
+        return cls(backend, special_tokens(read_json(Path(model_dir), "tokenizer_config.json")).get("eos_token"))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.backend.decode([i for i in ids if i in self._ids], skip_special_tokens=skip_special_tokens)
-
-    @cached_property
-    def _ordinary_ids(self) -> frozenset[int]:
-        return self._ids - self.special_token_ids
 
     def visible_ids(self, skip_special_tokens: bool) -> frozenset[int]:
         """Every id that decode() takes notice of; all others add no text wherever they stand."""

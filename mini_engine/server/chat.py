@@ -13,7 +13,7 @@ from starlette.responses import Response
 from mini_engine.outputs import CompletionOutput, RequestOutput
 from mini_engine.server.format import Choice, ChunkFormatter, to_json
 from mini_engine.server.logprobs import chat_logprobs
-from mini_engine.server.middleware import read_body, request_id_of
+from mini_engine.server.middleware import read_body
 from mini_engine.server.protocol import ChatCompletionRequest, parse_request
 from mini_engine.server.respond import GenerationResponse, Outputs
 from mini_engine.server.service import Service, service_of
@@ -28,7 +28,7 @@ async def create_chat_completion(raw: Request) -> Response:
     service.check_request(request.model, request.priority)
     messages = request.template_messages()
     params = request.to_sampling_params(service.default_sampling_params)
-    formatter = ChatFormatter(request, service, request_id_of(raw, request.request_id))
+    formatter = ChatFormatter(request, service, request.request_id or raw.scope["mini_engine.request_id"])
 
     async def prepare() -> Outputs:
         prompt, prompt_token_ids = await service.engine.renderer.render_chat(
@@ -40,12 +40,7 @@ async def create_chat_completion(raw: Request) -> Response:
             add_special_tokens=request.add_special_tokens,
         )
         return service.engine.generate(
-            prompt_token_ids,
-            params,
-            formatter.base["id"],
-            prompt=prompt,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
+            prompt_token_ids, params, formatter.base["id"], prompt=prompt, priority=request.priority, cache_salt=request.cache_salt
         )
 
     return GenerationResponse(service, prepare, formatter, stream=request.stream)

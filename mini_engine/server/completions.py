@@ -16,7 +16,7 @@ from starlette.responses import Response
 from mini_engine.outputs import CompletionOutput, RequestOutput
 from mini_engine.server.format import Choice, ChunkFormatter, to_json
 from mini_engine.server.logprobs import completion_logprobs
-from mini_engine.server.middleware import read_body, request_id_of
+from mini_engine.server.middleware import read_body
 from mini_engine.server.protocol import CompletionRequest, parse_request
 from mini_engine.server.respond import GenerationResponse, Outputs
 from mini_engine.server.service import Service, service_of
@@ -31,7 +31,7 @@ async def create_completion(raw: Request) -> Response:
     service.check_request(request.model, request.priority)
     prompts = request.prompts()
     params = request.to_sampling_params(service.default_sampling_params)
-    formatter = CompletionFormatter(request, service, request_id_of(raw, request.request_id))
+    formatter = CompletionFormatter(request, service, request.request_id or raw.scope["mini_engine.request_id"])
 
     async def submit(i: int, prompt: str | list[int]) -> Outputs:
         renderer = service.engine.renderer

@@ -10,7 +10,6 @@ Stands beside forms 1 and 9 of a request.    vLLM: entrypoints/serve/utils/error
 
 import logging
 from dataclasses import dataclass
-from http import HTTPStatus
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -59,10 +58,7 @@ def error_kind(error: BaseException) -> ErrorKind:
     """The row for this exception; the 500 for bugs when there is none."""
     if isinstance(error, HTTPException):  # the router's 404 and 405
         return ErrorKind(error.status_code, "invalid_request_error" if error.status_code < 500 else "server_error")
-    for cls in type(error).__mro__:
-        if (kind := ERROR_TABLE.get(cls)) is not None:
-            return kind
-    return _UNKNOWN
+    return next((ERROR_TABLE[cls] for cls in type(error).__mro__ if cls in ERROR_TABLE), _UNKNOWN)
 
 
 def render_error(message: str, kind: ErrorKind, param: str | None = None) -> bytes:
@@ -73,12 +69,11 @@ def render_error(message: str, kind: ErrorKind, param: str | None = None) -> byt
 def error_body(error: BaseException) -> tuple[ErrorKind, bytes]:
     """Row and JSON body for an exception. An unexpected one is logged here, once, with its traceback."""
     kind = error_kind(error)
-    if isinstance(error, HTTPException):
-        return kind, render_error(error.detail or HTTPStatus(error.status_code).phrase, kind)
+    message = error.detail if isinstance(error, HTTPException) else str(error)
     if kind is _UNKNOWN:
         logger.error("unexpected error while serving a request", exc_info=error)
-        return kind, render_error(f"internal error ({type(error).__name__}); the server's log has the details", kind)
-    return kind, render_error(str(error), kind, getattr(error, "parameter", None))
+        message = f"internal error ({type(error).__name__}); the server's log has the details"
+    return kind, render_error(message, kind, getattr(error, "parameter", None))
 
 
 def error_response(error: BaseException) -> Response:

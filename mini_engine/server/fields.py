@@ -15,6 +15,8 @@ from typing import Any
 
 from mini_engine.exceptions import VLLMValidationError
 
+NotBuilt = Mapping[str, tuple[object, ...]]  #: field → the values, besides null, that ask for nothing
+
 #: (b) they name, bill, store or route a request; by definition no answer depends on them
 WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 
@@ -23,7 +25,7 @@ def _neutral(names: str, *values: object) -> dict[str, tuple[object, ...]]:
     return dict.fromkeys(names.split(), values)
 
 
-#: (c) field → the values, besides null, that ask for nothing
+#: (c)
 NOT_BUILT_COMMON = (
     _neutral("truncate_prompt_tokens truncation_side prompt_logprobs session_id return_mm_kwargs repetition_detection")
     | _neutral("structured_outputs kv_transfer_params ec_transfer_params vllm_xargs", {})
@@ -66,7 +68,7 @@ def _same(a: object, b: object) -> bool:
 def apply_field_law(
     body: Mapping[str, Any],
     used: Collection[str],
-    not_built: Mapping[str, tuple[object, ...]],
+    not_built: NotBuilt,
     *,
     where: str = "",
     without_effect: Collection[str] = WITHOUT_EFFECT,

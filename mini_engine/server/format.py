@@ -35,7 +35,10 @@ class Choice:
 
 
 class ChunkFormatter:
-    """One request's chunks and its whole answer. Subclasses say what a choice looks like."""
+    """RequestOutput → bytes, for one request. Raises EngineGenerateError when the engine reports that the request failed.
+
+    Subclasses say what a choice looks like.
+    """
 
     object_name: str  #: of a whole answer
     chunk_object_name: str
@@ -46,19 +49,15 @@ class ChunkFormatter:
     def __init__(self, request: GenerationRequest, service: Service, request_id: str) -> None:
         self.request = request
         self.encode_event = service.encode_event
-        self.base: dict[str, Any] = {
-            "id": f"{self.id_prefix}-{request_id}",
-            "object": "",
-            "created": int(time.time()),
-            "model": service.model_name,
-        }
-        #: `{"id": …, "model": …, "choices":[` of every chunk
-        self.chunk_head = to_json(self.base | {"object": self.chunk_object_name})[:-1] + b',"choices":['
+        self.base: dict[str, Any] = {"id": f"{self.id_prefix}-{request_id}", "object": self.chunk_object_name}
+        self.base |= {"created": int(time.time()), "model": service.model_name}
+        #: `{"id": …, "object": …, "choices":[` of every chunk
+        self.chunk_head = to_json(self.base)[:-1] + b',"choices":['
         self.chunk_end = b'],"usage":null}' if request.include_usage else b"]}"  # OpenAI: null in all but the last
         self.plain_tail = self.text_end + b',"logprobs":null,"finish_reason":null}' + self.chunk_end
         self.detailed = request.num_logprobs() is not None or request.return_token_ids
         self.choices: dict[int, Choice] = {}
-        self.prompts: dict[str, tuple[int, int | None]] = {}  #: sub-request id → prompt tokens, cached tokens
+        self.prompts: dict[str, tuple[int, int]] = {}  #: sub-request id → prompt tokens, cached tokens
         self.completion_tokens = 0
 
     # ── what subclasses define ────────────────────────────────────────────────────────────────────────
@@ -79,6 +78,7 @@ class ChunkFormatter:
     # ── streaming ─────────────────────────────────────────────────────────────────────────────────────
 
     def events(self, output: RequestOutput) -> bytes:
+        """The events for one DELTA output: none, one or several, ready to send."""
         chunks: list[bytes] = []
         if output.request_id not in self.prompts:
             self.begin(output, chunks)
@@ -95,8 +95,6 @@ class ChunkFormatter:
                 chunks.append(b"".join((choice.head, to_json(completion.text), tail)))
             if completion.finish_reason is not None:
                 chunks.append(self.finish_chunk(choice, completion))
-        if len(chunks) == 1:
-            return self.encode_event(chunks[0])
         return b"".join(map(self.encode_event, chunks))
 
     def begin(self, output: RequestOutput, chunks: list[bytes]) -> None:
@@ -134,6 +132,7 @@ class ChunkFormatter:
         return self.empty_text(choice) + self.detailed_tail(choice, to_json(completion.finish_reason), more)
 
     def last_events(self) -> bytes:
+        """What comes after the last output and before [DONE]."""
         if not self.request.include_usage:
             return b""
         return self.encode_event(self.chunk_head + b'],"usage":' + to_json(self.usage()) + b"}")
@@ -141,6 +140,7 @@ class ChunkFormatter:
     # ── not streaming ─────────────────────────────────────────────────────────────────────────────────
 
     def whole(self, outputs: list[RequestOutput]) -> bytes:
+        """The JSON answer for all FINAL_ONLY outputs."""
         choices: dict[int, dict[str, Any]] = {}
         for output in outputs:
             self.prompts[output.request_id] = len(output.prompt_token_ids), output.num_cached_tokens
@@ -160,12 +160,11 @@ class ChunkFormatter:
     def usage(self) -> dict[str, Any]:
         """Prompts count once each, however many answers they have."""
         prompt_tokens = sum(tokens for tokens, _ in self.prompts.values())
-        cached = [count for _, count in self.prompts.values() if count is not None]
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(cached)} if cached else None,
+            "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in self.prompts.values())},
         }
 
 

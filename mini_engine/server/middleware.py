@@ -12,6 +12,7 @@ import uuid
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mini_engine.exceptions import VLLMValidationError
@@ -45,38 +46,22 @@ class EdgeMiddleware:
 
         guarded = scope["path"].removeprefix(scope.get("root_path", "")).startswith(GUARDED) and scope["method"] != "OPTIONS"
         if self.expected is not None and guarded and not secrets.compare_digest(headers.get(b"authorization", b""), self.expected):
-            return await _refuse(send_with_id)
+            body = render_error("this server needs its API key: send the header 'Authorization: Bearer KEY'", _UNAUTHORIZED)
+            refusal = Response(body, _UNAUTHORIZED.status, {"www-authenticate": "Bearer"}, media_type="application/json")
+            return await refusal(scope, receive, send_with_id)
         return await self.app(scope, receive, send_with_id)
 
 
-async def _refuse(send: Send) -> None:
-    body = render_error("this server needs its API key: send the header 'Authorization: Bearer KEY'", _UNAUTHORIZED)
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), (b"www-authenticate", b"Bearer")]
-    await send({"type": "http.response.start", "status": _UNAUTHORIZED.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-def request_id_of(request: Request, chosen: str | None) -> str:
-    """The id in the response: the body's, else the header's, else a new one."""
-    return chosen or request.scope["mini_engine.request_id"]
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body. Raises BodyTooLargeError as soon as it is known: from the header, or after `limit` bytes."""
-    too_large = BodyTooLargeError(f"the request body may have at most {limit} bytes")
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
-        raise too_large
-    chunks: list[bytes] = []
-    size = 0
+async def read_body(request: Request, limit: int) -> bytearray:
+    """The whole body. Raises BodyTooLargeError after `limit` bytes: more is never held."""
+    body = bytearray()
     try:
         async for chunk in request.stream():
-            size += len(chunk)
-            if size > limit:
-                raise too_large
-            chunks.append(chunk)
+            body += chunk
+            if len(body) > limit:
+                raise BodyTooLargeError(f"the request body may have at most {limit} bytes")
     except ClientDisconnect:
         raise VLLMValidationError("the client left before its request was complete") from None  # nobody reads it; no bug to log
-    if not size:
+    if not body:
         raise VLLMValidationError("the request has no body; it must be a JSON object")
-    return b"".join(chunks)
+    return body

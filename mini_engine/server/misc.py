@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 import mini_engine
 from mini_engine.exceptions import EngineDeadError
-from mini_engine.server.errors import ErrorKind, ModelNotFoundError, error_body, render_error
+from mini_engine.server.errors import ErrorKind, error_body, render_error
 from mini_engine.server.service import Service, service_of
 
 router = APIRouter()
@@ -52,8 +52,7 @@ async def list_models(request: Request) -> Response:
 @router.get("/v1/models/{model:path}")
 async def retrieve_model(request: Request, model: str) -> Response:
     service = service_of(request)
-    if model != service.model_name:
-        raise ModelNotFoundError(f"the model {model[:200]!r} does not exist; this server has {service.model_name!r}")
+    service.check_model(model)
     return _json(_model_card(service))
 
 
@@ -68,8 +67,6 @@ async def health(request: Request) -> Response:
 async def ping(request: Request, timeout_s: Annotated[float, Query(gt=0, le=60)] = PING_TIMEOUT_S) -> Response:
     """Is the engine turning? 200 with the round trip, or 503 with what is wrong."""
     service = service_of(request)
-    if service.engine.errored:
-        return _dead(service)
     start = time.monotonic()
     try:
         await service.engine.ping(timeout_s)

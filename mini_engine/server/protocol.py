@@ -7,10 +7,10 @@ Stands at form 1 of a request.    vLLM: entrypoints/openai/chat_completion/proto
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Self, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from mini_engine.exceptions import VLLMValidationError
 from mini_engine.sampling_params import RequestOutputKind, SamplingParams
@@ -22,58 +22,42 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 MAX_LOGPROBS = 20  #: OpenAI's limit, and vLLM's --max-logprobs
 MAX_STOP_STRINGS = 64
 
-#: what a field that the request leaves out means, unless the model's generation_config.json says otherwise
-_SAMPLING_DEFAULTS = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-}
-
 
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True)
     include_usage: bool = False
 
 
+class TextPart(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    type: Literal["text"]
+    text: str
+
+
 class ChatMessage(BaseModel):
-    """One message. Content parts are joined by line breaks: a text template sees one string."""
+    """One message, as the chat template is to see it; the renderer joins its parts."""
 
     model_config = ConfigDict(strict=True)
     role: str = Field(min_length=1, max_length=64)
-    content: str | list[dict[str, Any]] = ""
+    content: str | list[TextPart] = ""
     name: str | None = None
 
-    def to_template(self, where: str) -> dict[str, Any]:
-        """The dict that the chat template reads."""
-        if self.role in ("tool", "function"):
-            raise VLLMValidationError(f"{where}role {self.role!r} is not supported by this engine yet", parameter=where + "role")
-        content = self.content
-        if not isinstance(content, str):
-            content = "\n".join(self._part(part, f"{where}content[{i}].") for i, part in enumerate(content))
-        return {"role": self.role, "content": content} | ({"name": self.name} if self.name is not None else {})
-
-    @staticmethod
-    def _part(part: dict[str, Any], where: str) -> str:
-        if part.get("type") != "text":
-            raise VLLMValidationError(f"{where}type must be 'text', got {part.get('type')!r:.100}", parameter=where + "type")
-        part = fields.apply_field_law(part, ("type", "text"), {}, where=where, without_effect=())
-        if not isinstance(part.get("text"), str):
-            raise VLLMValidationError(f"{where}text must be a string", parameter=where + "text")
-        return part["text"]
+    @field_validator("role")
+    @classmethod
+    def _check_role(cls, role: str) -> str:
+        if role in ("tool", "function"):
+            raise ValueError("this role is not supported by this engine yet")
+        return role
 
 
 class GenerationRequest(BaseModel):
     """What both routes share."""
 
     model_config = ConfigDict(strict=True)
-    not_built: ClassVar[dict[str, tuple[object, ...]]]
+    not_built: ClassVar[fields.NotBuilt]
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1, le=2**31 - 1)] = 1
+    n: Count = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: float | None = None
@@ -112,33 +96,17 @@ class GenerationRequest(BaseModel):
     def num_logprobs(self) -> int | None:
         raise NotImplementedError
 
-    def token_limit(self) -> int | None:
-        raise NotImplementedError
-
     def to_sampling_params(self, model_defaults: dict[str, Any]) -> SamplingParams:
-        """Request, else the model's generation_config, else OpenAI's default. Raises VLLMValidationError for a range."""
-        chosen = {
-            name: value if (value := getattr(self, name)) is not None else model_defaults.get(name, default)
-            for name, default in _SAMPLING_DEFAULTS.items()
-        }
-        token_limit = self.token_limit()
-        return SamplingParams(
-            **chosen,
-            n=self.n,
-            seed=self.seed,
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-            max_tokens=token_limit if token_limit is not None else model_defaults.get("max_tokens"),
-            min_tokens=self.min_tokens,
-            logprobs=self.num_logprobs(),
-            skip_special_tokens=self.skip_special_tokens,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
-            logit_bias=self._token_bias(),
-            allowed_token_ids=self.allowed_token_ids,
-            bad_words=self.bad_words,
-        )
+        """Request, else the model's generation_config, else SamplingParams' own default. Raises VLLMValidationError for a range.
+
+        A field named as one of SamplingParams' is passed on; the three below have another type there.
+        """
+        shared = type(self).model_fields.keys() & set(SamplingParams.__struct_fields__)
+        asked = {name: value for name in shared if (value := getattr(self, name)) is not None}
+        asked["logprobs"] = self.num_logprobs()
+        asked["logit_bias"] = self._token_bias()
+        asked["output_kind"] = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        return SamplingParams(**{"max_tokens": None} | model_defaults | asked)
 
     def _token_bias(self) -> dict[int, float] | None:
         bias: dict[int, float] = {}
@@ -152,10 +120,10 @@ class GenerationRequest(BaseModel):
 class ChatCompletionRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    not_built: ClassVar[dict[str, tuple[object, ...]]] = fields.NOT_BUILT_CHAT
+    not_built: ClassVar[fields.NotBuilt] = fields.NOT_BUILT_CHAT
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_tokens: Count | None = None
+    max_tokens: Count | None = None  #: max_completion_tokens, its newer name, wins
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
@@ -166,25 +134,24 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
-    def _check_logprobs(self) -> Self:
+    def _check_combinations(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
+        if self.max_completion_tokens is not None:
+            self.max_tokens = self.max_completion_tokens
         return self
 
     def num_logprobs(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
 
-    def token_limit(self) -> int | None:
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-
     def template_messages(self) -> list[dict[str, Any]]:
-        return [message.to_template(f"messages[{i}].") for i, message in enumerate(self.messages)]
+        return [message.model_dump(exclude_none=True) for message in self.messages]
 
 
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    not_built: ClassVar[dict[str, tuple[object, ...]]] = fields.NOT_BUILT_COMPLETION
+    not_built: ClassVar[fields.NotBuilt] = fields.NOT_BUILT_COMPLETION
 
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     max_tokens: Count = 16
@@ -203,23 +170,16 @@ class CompletionRequest(GenerationRequest):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
-    def token_limit(self) -> int | None:
-        return self.max_tokens
-
     def prompts(self) -> Sequence[str | list[int]]:
         """One or many, always as a list."""
-        match self.prompt:
-            case str():
-                return [self.prompt]
-            case [int(), *_]:
-                return [cast(list[int], self.prompt)]
-        return cast(Sequence[str | list[int]], self.prompt)
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return cast(Sequence[str | list[int]], [self.prompt] if one else self.prompt)
 
 
 R = TypeVar("R", bound=GenerationRequest)
 
 
-def parse_request(model: type[R], raw: bytes) -> R:
+def parse_request(model: type[R], raw: bytes | bytearray) -> R:
     """JSON bytes → request. Raises VLLMValidationError (400) naming the field for everything that is wrong with them."""
     try:
         body = msgspec.json.decode(raw)
@@ -228,21 +188,21 @@ def parse_request(model: type[R], raw: bytes) -> R:
     if not isinstance(body, dict):
         raise VLLMValidationError("the body must be a JSON object")
     body = fields.apply_field_law(body, model.model_fields, model.not_built)
-    if isinstance(options := body.get("stream_options"), dict):
-        body["stream_options"] = fields.apply_field_law(
-            options, StreamOptions.model_fields, fields.NOT_BUILT_STREAM_OPTIONS, where="stream_options.", without_effect=()
-        )
-    if "messages" in body and isinstance(body["messages"], list):
-        body["messages"] = [
-            fields.apply_field_law(message, ChatMessage.model_fields, fields.NOT_BUILT_MESSAGE, where=f"messages[{i}].", without_effect=())
-            if isinstance(message, dict)
-            else message
-            for i, message in enumerate(body["messages"])
-        ]
+    if "stream_options" in body:
+        body["stream_options"] = _inner(body["stream_options"], StreamOptions, fields.NOT_BUILT_STREAM_OPTIONS, "stream_options")
+    if isinstance(messages := body.get("messages"), list):
+        body["messages"] = [_inner(m, ChatMessage, fields.NOT_BUILT_MESSAGE, f"messages[{i}]") for i, m in enumerate(messages)]
     try:
         return model.model_validate(body)
     except ValidationError as e:
         raise _first_problem(e) from None
+
+
+def _inner(value: Any, model: type[BaseModel], not_built: fields.NotBuilt, where: str) -> Any:
+    """The field law for an object inside the body. What is no object is left for pydantic to refuse."""
+    if not isinstance(value, dict):
+        return value
+    return fields.apply_field_law(value, model.model_fields, not_built, where=where + ".", without_effect=())
 
 
 def _first_problem(error: ValidationError) -> VLLMValidationError:
@@ -260,7 +220,7 @@ def _first_problem(error: ValidationError) -> VLLMValidationError:
         return VLLMValidationError(message, parameter=message.split(maxsplit=1)[0])
     value = problem["input"]
     shown = "" if problem["type"] == "missing" or isinstance(value, dict) else f", got {_show(value)}"
-    return VLLMValidationError(f"{param}: {message}{shown}", parameter=param, value=value)
+    return VLLMValidationError(f"{param}: {message}{shown}", parameter=param)
 
 
 def _show(value: object) -> str:

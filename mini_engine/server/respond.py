@@ -13,13 +13,13 @@ Stands at forms 2 to 9 of a request.    vLLM: entrypoints/serve/utils/api_utils.
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Protocol
 
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from mini_engine.outputs import RequestOutput
 from mini_engine.server.errors import ServerStoppingError, error_body, error_response
+from mini_engine.server.format import ChunkFormatter
 from mini_engine.server.service import Service
 from mini_engine.server.sse import DONE_PAYLOAD
 
@@ -27,30 +27,18 @@ Outputs = AsyncGenerator[RequestOutput, None]
 Prepare = Callable[[], Awaitable[Outputs]]
 
 
-class Formatter(Protocol):
-    """RequestOutput → bytes, for one request. Raises EngineGenerateError when the engine reports that the request failed."""
-
-    def events(self, output: RequestOutput) -> bytes:
-        """The events for one DELTA output: none, one or several, ready to send."""
-
-    def last_events(self) -> bytes:
-        """What comes after the last output and before [DONE]."""
-
-    def whole(self, outputs: list[RequestOutput]) -> bytes:
-        """The JSON answer for all FINAL_ONLY outputs."""
-
-
 class GenerationResponse(Response):
     """An ASGI response that does the work itself; the route has only validated and described it."""
 
-    def __init__(self, service: Service, prepare: Prepare, formatter: Formatter, *, stream: bool) -> None:
+    def __init__(self, service: Service, prepare: Prepare, formatter: ChunkFormatter, *, stream: bool) -> None:
         self.service, self.prepare, self.formatter, self.stream = service, prepare, formatter, stream
         self.status_code = 200
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Returns when the last byte is sent or the client is gone; both tasks have ended by then, whatever happened."""
-        work = asyncio.create_task(self._stream(scope, send) if self.stream else self._whole(scope, send), name="generation")
+        answer = self._stream if self.stream else self._whole
+        work = asyncio.create_task(answer(scope, receive, send), name="generation")
         watch = asyncio.create_task(_until_disconnect(receive), name="disconnect-watch")
         self.service.in_flight.add(work)
         work.add_done_callback(self.service.in_flight.discard)
@@ -63,7 +51,7 @@ class GenerationResponse(Response):
         if not work.cancelled():
             work.result()  # a bug in the work is not swallowed
 
-    async def _whole(self, scope: Scope, send: Send) -> None:
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         response: Response
         try:
             async with aclosing(await self.prepare()) as outputs:
@@ -72,22 +60,20 @@ class GenerationResponse(Response):
             response = error_response(self._stopping_or_reraise())
         except Exception as e:
             response = error_response(e)
-        await response(scope, _never, send)
+        await response(scope, receive, send)
 
-    async def _stream(self, scope: Scope, send: Send) -> None:
+    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
         encode_event = self.service.encode_event
         error: BaseException | None = None
         try:
             async with aclosing(await self.prepare()) as outputs:
                 async for output in outputs:
-                    body = self.formatter.events(output)
-                    if not body:
-                        continue
-                    if not started:
-                        started = True
-                        await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                    if body := self.formatter.events(output):
+                        if not started:
+                            started = True
+                            await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+                        await send({"type": "http.response.body", "body": body, "more_body": True})
             tail = self.formatter.last_events()
         except asyncio.CancelledError:
             error = self._stopping_or_reraise()
@@ -95,7 +81,7 @@ class GenerationResponse(Response):
             error = e
         if error is not None:
             if not started:
-                await error_response(error)(scope, _never, send)
+                await error_response(error)(scope, receive, send)
                 return
             tail = encode_event(error_body(error)[1])
         await send({"type": "http.response.body", "body": tail + encode_event(DONE_PAYLOAD), "more_body": False})
@@ -118,8 +104,3 @@ async def _until_disconnect(receive: Receive) -> None:
     """The body was read before, so whatever arrives now is the end of the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _never() -> Message:
-    """The `receive` of a finished Response, which reads nothing."""
-    raise AssertionError("a plain Response does not receive")

@@ -6,6 +6,7 @@ Stands between forms 1 and 3 of a request.    vLLM: the app.state that entrypoin
 """
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +37,8 @@ class Service:
     default_sampling_params: dict[str, Any] = field(default_factory=dict)
     metrics: PrometheusStatLogger | None = None  #: None: /metrics is empty
     priority_scheduling: bool = False
-    encode_event: EncodeEvent = encode_event
-    created: int = 0
+    encode_event: EncodeEvent = encode_event  #: the seam server.sse
+    created: int = field(default_factory=lambda: int(time.time()))  #: of the model, as /v1/models says it
     in_flight: set[asyncio.Task[None]] = field(default_factory=set)  #: respond.py adds and removes
     stopping: bool = False
 
@@ -45,12 +46,16 @@ class Service:
         """Before any work: is the engine alive, and is this what it serves? A missing model name means the one we have."""
         if self.engine.errored:
             raise self.engine.dead_error or EngineDeadError()
-        if model is not None and model != self.model_name:
-            raise ModelNotFoundError(f"the model {model[:200]!r} does not exist; this server has {self.model_name!r}")
+        if model is not None:
+            self.check_model(model)
         if priority and not self.priority_scheduling:
             raise VLLMValidationError(
                 f"priority must be 0 unless the server runs with --scheduling-policy priority, got {priority}", parameter="priority"
             )
+
+    def check_model(self, model: str) -> None:
+        if model != self.model_name:
+            raise ModelNotFoundError(f"the model {model[:200]!r} does not exist; this server has {self.model_name!r}")
 
     def stop_generations(self) -> None:
         """Shutdown's deadline: every open generation ends now, with a terminal error that its client can read."""

@@ -38,13 +38,6 @@ class IncrementalDetokenizer:
         self.output_token_ids: list[int] = []  #: all of them, those without text too; cut after the token that completes a stop string
         self.output_text = ""  #: all settled text, the held back part included; cut at a stop string
 
-    @classmethod
-    def from_new_request(
-        cls, tokenizer: Tokenizer | None, request: EngineCoreRequest, overlay: Mapping[str, str] | None = None
-    ) -> "IncrementalDetokenizer":
-        """The detokenizer for one request. Whoever makes many keeps a DetokenizerFactory, which reads the overlay once."""
-        return DetokenizerFactory(tokenizer, overlay)(request)
-
     def num_output_tokens(self) -> int:
         return len(self.output_token_ids)
 
@@ -159,17 +152,12 @@ class TextDetokenizer(IncrementalDetokenizer):
         self.output_token_ids.extend(new_token_ids)
         shown = new_token_ids[:-1] if stop_terminated and not self._include_stop else new_token_ids
         text, self.output_text = self.output_text, ""  # with one reference CPython extends a string in place: linear, not quadratic
-        if not self._stop:
-            for token_id in shown:
-                text += self._decode_next(token_id)
-            self.output_text = text
-            return None
         ends = [len(text)]  # ends[i]: characters after i of the new tokens
         for token_id in shown:
             text += self._decode_next(token_id)
             ends.append(len(text))
         self.output_text = text
-        return self._apply_stop_strings(num_before, ends)
+        return self._apply_stop_strings(num_before, ends) if self._stop else None
 
     def _apply_stop_strings(self, num_before: int, ends: list[int]) -> str | None:
         """Cut text and ids at the first stop string that ends in a token after the first min_tokens."""
@@ -189,15 +177,12 @@ class TextDetokenizer(IncrementalDetokenizer):
         return stop_string
 
     def get_next_output_text(self, finished: bool, delta: bool) -> str:
-        if finished:
-            if self._pending:  # no library stream ever shows this
-                self.output_text += self._after_context(self._pending)
-                self._pending = []
-            end = len(self.output_text)
-        else:
-            end = len(self.output_text)
-            if self._stop and not self._include_stop:
-                end -= held_back(self.output_text, self._stop)
+        if finished and self._pending:  # no library stream ever shows this
+            self.output_text += self._after_context(self._pending)
+            self._pending = []
+        end = len(self.output_text)
+        if not finished and self._stop and not self._include_stop:
+            end -= held_back(self.output_text, self._stop)
         if not delta:
             return self.output_text[:end]
         start, self._num_sent = self._num_sent, end
@@ -247,7 +232,7 @@ class WindowDetokenizer(TextDetokenizer):
 
 
 class DetokenizerFactory:
-    """Makes the detokenizers of one front-end. The overlay's parts are loaded here, once.
+    """Makes the detokenizers of one front-end (vLLM: from_new_request). The overlay's parts are loaded here, once.
 
     Seam text.detokenizer: a class called as `Detokenizer(tokenizer, request, check_stop)`, with IncrementalDetokenizer's methods and
     attributes. Seam text.stop: a function like check_stop_strings, which is what `check_stop` is then.

@@ -20,7 +20,7 @@ VOCAB_SIZE = byte_level().vocab_size
 
 
 def model_files(eos_token_ids: Sequence[int] = (EOS, OTHER_EOS)) -> ModelFiles:
-    return ModelFiles(Path("."), {}, {}, {}, {}, {}, VOCAB_SIZE, MAX_MODEL_LEN, list(eos_token_ids), {})
+    return ModelFiles(Path("."), {}, {}, VOCAB_SIZE, MAX_MODEL_LEN, list(eos_token_ids), {})
 
 
 def input_processor(eos_token_ids: Sequence[int] = (EOS, OTHER_EOS)) -> InputProcessor:

@@ -20,7 +20,7 @@ def test_a_request_from_queue_to_end() -> None:
     first = IterationStats(iteration_timestamp=101.0)
     first.update_from_output(first_output(), 11.0, True, request)
     assert first.time_to_first_tokens_iter == [1.0]
-    assert (first.prompt_token_stats.computed, first.prompt_token_stats.cached, first.prompt_token_stats.total) == (8, 32, 40)
+    assert (first.num_prompt_tokens, first.num_cached_tokens) == (40, 32)
     last = IterationStats(iteration_timestamp=102.0)
     last.update_from_output(EngineCoreOutput("r", [8, 9], finish_reason=FinishReason.LENGTH), 13.0, False, request)
     last.update_from_finished_request(FinishReason.LENGTH, 40, 3, request)
@@ -28,7 +28,7 @@ def test_a_request_from_queue_to_end() -> None:
     (finished,) = last.finished_requests
     assert (finished.e2e_latency, finished.queued_time, finished.prefill_time) == (2.0, 0.5, 0.5)
     assert (finished.decode_time, finished.inference_time, finished.mean_time_per_output_token) == (2.0, 2.5, 1.0)
-    assert (finished.num_generation_tokens, finished.num_cached_tokens, finished.max_tokens_param) == (3, 32, 3)
+    assert (finished.num_generation_tokens, finished.num_computed_tokens, finished.max_tokens_param) == (3, 8, 3)
 
 
 def test_preemption_is_counted_and_moves_no_timestamp() -> None:

@@ -167,7 +167,7 @@ def test_syntax_error_is_told_when_compiled():
     ("options", "error"),
     [
         ({"continue_final_message": True}, "exclude each other"),
-        ({"kwargs": {"messages": []}}, "may not hold 'messages'"),
+        ({"chat_template_kwargs": {"messages": []}}, "may not hold 'messages'"),
         ({"continue_final_message": True, "add_generation_prompt": False, "messages": [{"role": "user"}]}, "no content to continue"),
         ({"continue_final_message": True, "add_generation_prompt": False, "source": "{{ messages[0].role }}"}, "drops or changes"),
     ],

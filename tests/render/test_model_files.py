@@ -27,7 +27,7 @@ def test_default_model():
     files = ModelFiles.load(prepare(weights=False))
     assert (files.vocab_size, files.max_model_len) == (49152, 8192)
     assert Tokenizer.load(files.model_dir).eos_token_id == files.eos_token_ids[0] == 2
-    assert files.chat_template is not None and "<|im_start|>" in files.chat_template
+    assert "<|im_start|>" in files.chat_templates["default"]
     assert files.special_tokens["eos_token"] == "<|im_end|>"
 
 
@@ -43,15 +43,15 @@ def test_eos_ids_are_the_tokenizers_and_the_generation_configs(model_dir):
 
 
 def test_chat_template_places(model_dir):
-    assert ModelFiles.load(model_dir).chat_template is None
+    assert ModelFiles.load(model_dir).chat_templates == {}
     write(
         model_dir, "tokenizer_config.json", {"chat_template": [{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}]}
     )
     assert ModelFiles.load(model_dir).chat_templates == {"default": "A", "tool_use": "B"}
     write(model_dir, "chat_template.json", {"chat_template": "C"})
-    assert ModelFiles.load(model_dir).chat_template == "C"
+    assert ModelFiles.load(model_dir).chat_templates == {"default": "C"}
     (model_dir / "chat_template.jinja").write_text("D")
-    assert ModelFiles.load(model_dir).chat_template == "D"
+    assert ModelFiles.load(model_dir).chat_templates == {"default": "D"}
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_chat_template_places(model_dir):
     [
         ("config.json", None, "no config.json in"),
         ("config.json", "{", "cannot read"),
-        ("config.json", "[]", "not an object"),
+        ("config.json", "[]", "cannot read .*config.json: Expected `object`"),
         ("config.json", '{"vocab_size": 4}', "max_position_embeddings must be a positive integer, got None"),
         ("generation_config.json", "nope", "generation_config.json"),
     ],

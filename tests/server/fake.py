@@ -12,8 +12,10 @@ from fastapi import FastAPI
 from mini_engine.config import ServerConfig
 from mini_engine.exceptions import EngineDeadError, VLLMValidationError
 from mini_engine.outputs import CompletionOutput, Logprob, RequestOutput
+from mini_engine.render.chat_template import normalise_messages
 from mini_engine.sampling_params import RequestOutputKind, SamplingParams
 from mini_engine.server.app import build_app
+from mini_engine.server.service import Service
 
 MODEL = "fake-model"
 #: (tokens, text) per step: text lags the tokens while a stop string may be coming, and catches up
@@ -45,6 +47,7 @@ class FakeRenderer:
         self.gate: asyncio.Event | None = None
 
     async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> tuple[str, list[int]]:
+        messages = normalise_messages(messages)
         self.calls.append({"messages": messages, **options})
         if self.gate is not None:
             await self.gate.wait()
@@ -73,6 +76,8 @@ class FakeEngine:
         self.started = asyncio.Event()
 
     async def ping(self, timeout: float) -> None:
+        if self.dead_error is not None:
+            raise self.dead_error
         if self.stuck:
             raise TimeoutError
 
@@ -129,7 +134,7 @@ class FakeEngine:
 def make_app(engine: FakeEngine | None = None, **options: Any) -> tuple[FakeEngine, FastAPI]:
     engine = engine or FakeEngine()
     config = ServerConfig(**{k: options.pop(k) for k in list(options) if k in ServerConfig.__slots__})
-    app = build_app(engine, config, model_name=MODEL, max_model_len=1000, **options)  # type: ignore[arg-type]
+    app = build_app(Service(engine, config, MODEL, 1000, **options))  # type: ignore[arg-type]
     return engine, app
 
 

@@ -294,7 +294,7 @@ def test_stop_string_wins_over_the_terminating_token_behind_it():
 
 @pytest.mark.parametrize(("tokenizer", "params"), [(None, {}), (byte_level(), {"detokenize": False})])
 def test_ids_only(tokenizer, params):
-    detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request_of(**params))
+    detokenizer = DetokenizerFactory(tokenizer)(request_of(**params))
     assert detokenizer.update([5, 6], False) is None
     assert detokenizer.update([7], True) is None
     assert (detokenizer.output_token_ids, detokenizer.num_output_tokens()) == ([5, 6, 7], 3)
@@ -302,7 +302,7 @@ def test_ids_only(tokenizer, params):
 
 
 def test_default_is_the_fast_way():
-    assert type(IncrementalDetokenizer.from_new_request(byte_level(), request_of())) is DecodeStreamDetokenizer
+    assert type(DetokenizerFactory(byte_level())(request_of())) is DecodeStreamDetokenizer
 
 
 def test_overlay_seams(tmp_path, caplog):

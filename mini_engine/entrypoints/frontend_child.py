@@ -1,0 +1,99 @@
+"""`mini-engine frontend`: the API server as a supervised process. It binds nothing and starts nothing: all sockets are inherited.
+
+    --listen-fd            HTTP, bound but not listening: listen() is our word that we are ready
+    --input-listener-fd    becomes the ROUTER, --output-listener-fd the PULL (ZMQ_USE_FD); engines may have connected already
+    --args-json            options by vLLM's names; what this front-end has no use for is named in the log and ignored
+
+The parent has done the handshake, or is doing it; here only the ready frames are waited for. The arguments are those of `vllm-rs frontend`,
+so this command serves under stock vLLM too: VLLM_USE_RUST_FRONTEND=1 VLLM_RUST_FRONTEND_PATH=…/bin/mini-engine vllm serve MODEL.
+
+Before a request's path.    vLLM: v1/utils.py::RustFrontendProcessManager gives these arguments; WIRE §11, §13
+"""
+
+import json
+import logging
+import os
+import socket
+from typing import Any
+
+import setproctitle
+import uvloop
+
+from mini_engine.config import EngineConfig, ServerConfig
+from mini_engine.entrypoints.frontend import Launched, prepare
+from mini_engine.entrypoints.serve import raise_open_files_limit, serve_on, sigterm_interrupts
+from mini_engine.exceptions import VLLMValidationError
+from mini_engine.observe import logging as observe_logging
+from mini_engine.transport.listeners import inherit_listeners
+from mini_engine.wire.handshake import engine_identity
+
+logger = logging.getLogger(__name__)
+
+API_KEY_VARIABLE = "MINI_ENGINE_API_KEY"  #: how our own parent hands the key down: a command line is there for all to read
+
+_ENGINE, _SERVER = EngineConfig(), ServerConfig()
+#: names in --args-json that mean something here, and the value when they are missing or null
+_OPTIONS: dict[str, Any] = {
+    "model_tag": None,
+    "served_model_name": None,
+    "api_key": None,
+    "chat_template": None,
+    "root_path": "",
+    "renderer_num_workers": _SERVER.renderer_num_workers,
+    "shutdown_timeout": 0,
+    "engine_ready_timeout_secs": _SERVER.engine_ready_timeout_s,
+    "scheduling_policy": _ENGINE.scheduling_policy,
+    "overlay": {},
+}
+
+
+def parse_args_json(text: str) -> tuple[EngineConfig, ServerConfig]:
+    """Raises VLLMValidationError naming the option that is wrong."""
+    try:
+        given = json.loads(text)
+    except ValueError as e:
+        raise VLLMValidationError(f"--args-json is not JSON: {e}", parameter="args_json") from e
+    if not isinstance(given, dict) or not isinstance(given.get("model_tag"), str):
+        raise VLLMValidationError(f"--args-json must be an object with a model_tag, got {text[:200]!r}", parameter="args_json")
+    if ignored := sorted(given.keys() - _OPTIONS.keys()):
+        logger.info("options without effect on this front-end: %s", ", ".join(ignored))
+    options = _OPTIONS | {name: value for name, value in given.items() if value is not None}
+    names, keys = (_listed(options[name]) for name in ("served_model_name", "api_key"))
+    if len(keys) > 1:
+        raise VLLMValidationError(f"this front-end takes one API key, got {len(keys)}", parameter="api_key")
+    server = ServerConfig(
+        served_model_name=names[0] if names else None,
+        api_key=keys[0] if keys else os.environ.get(API_KEY_VARIABLE),
+        chat_template=options["chat_template"],
+        renderer_num_workers=options["renderer_num_workers"],
+        engine_ready_timeout_s=options["engine_ready_timeout_secs"],
+        shutdown_timeout_s=options["shutdown_timeout"],
+        root_path=options["root_path"],
+    )
+    return EngineConfig(options["model_tag"], scheduling_policy=options["scheduling_policy"], overlay=options["overlay"]), server
+
+
+def _listed(value: Any) -> list[str]:
+    return [value] if isinstance(value, str) else list(value or [])
+
+
+def run_frontend(listen_fd: int, input_fd: int, output_fd: int, engine_ranks: range, args_json: str, client_index: int = 0) -> int:
+    """Serve until told to stop; the exit status, as run_server's. Raises VLLMValidationError or EngineDeadError before it is ready."""
+    setproctitle.setproctitle("mini-engine: api")
+    observe_logging.setup("api")
+    raise_open_files_limit()
+    with sigterm_interrupts():
+        engine_config, server_config = parse_args_json(args_json)
+        try:
+            os.set_inheritable(listen_fd, False)
+            sock = socket.socket(fileno=listen_fd)
+            listeners = inherit_listeners(input_fd, output_fd)
+        except OSError as e:
+            raise VLLMValidationError(f"the descriptors {listen_fd}, {input_fd} and {output_fd} are not the parent's sockets: {e}") from e
+        launched = Launched(listeners, [engine_identity(rank) for rank in engine_ranks], None)
+        with sock:
+            try:
+                prepared = prepare(engine_config, server_config, weights=False)
+                return uvloop.run(serve_on(prepared, launched, sock, client_index=client_index, announce=False))
+            finally:
+                launched.shutdown()
