@@ -15,7 +15,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/installed
 PIP := $(PY) -m pip --disable-pip-version-check --no-input install --quiet -c constraints.txt
 
-.PHONY: serve chat model test soak check size oracle clean
+.PHONY: serve chat model test soak interop check size oracle gpu-check clean
 .DEFAULT_GOAL := serve
 
 serve: $(STAMP)  ## API server with the default model
@@ -33,6 +33,9 @@ test: $(STAMP)  ## all tests but the long ones
 soak: $(STAMP)  ## the long tests
 	@$(PY) -m pytest -m soak --timeout 3600 $(ARGS)
 
+interop: $(STAMP)  ## vLLM's own front-ends and engine with ours, every pair (downloads them the first time)
+	@$(PY) tools/interop.py $(ARGS)
+
 check: $(STAMP)  ## what .ci/run checks besides the tests
 	@.ci/run check
 
@@ -41,6 +44,9 @@ size: $(STAMP)  ## code lines per chapter, against the budgets
 
 oracle: $(STAMP)  ## rebuild the committed oracle tokens with transformers
 	@$(PY) tools/oracle.py $(ARGS)
+
+gpu-check:  ## on a machine with a GPU: against transformers, and tokens/s. PYTHON as it is when it has torch and transformers, else .venv
+	@p="$(PYTHON)"; "$$p" -c 'import torch, transformers, msgspec, pydantic' 2>/dev/null || { $(MAKE) $(STAMP) && p=$(PY); }; exec "$$p" tools/gpu_check.py $(ARGS)
 
 $(STAMP): pyproject.toml constraints.txt
 	@[ -n "$(PYTHON)" ] || { echo "error: Python 3.11 or newer is needed and none was found; install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }

@@ -25,7 +25,7 @@ def copy(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("target", ["serve", "chat", "model", "test", "soak", "check", "size", "oracle"])
+@pytest.mark.parametrize("target", ["serve", "chat", "model", "test", "soak", "interop", "check", "size", "oracle"])
 def test_every_target_sets_up_first_and_passes_arguments(copy: Path, target: str) -> None:
     run = make(copy, "-n", target, "ARGS=--one two")
     assert run.returncode == 0, run.stderr

@@ -70,26 +70,12 @@ def serve(
     return run_server(engine, server, remote) if options.kind == "inline" else run_supervised(engine, server, remote, options)
 
 
-@app.command(name="frontend", hidden=True)
-def supervised_frontend(
-    listen_fd: Annotated[int, Option(min=0)],
-    input_listener_fd: Annotated[int, Option(min=0)],
-    output_listener_fd: Annotated[int, Option(min=0)],
-    args_json: Annotated[str, Option()],
-    engine_start_index: Annotated[int, Option(min=0)] = 0,
-    engine_count: Annotated[int, Option(min=1)] = 1,
-    data_parallel_size: Annotated[int | None, Option(min=1, help="without effect: engine-count says enough")] = None,
-    coordinator_address: Annotated[str | None, Option(help="without effect: requests go to the engines in turn")] = None,
-    grpc_listen_fd: Annotated[int | None, Option(help="refused: there is no gRPC service here")] = None,
-    client_index: Annotated[int, Option(min=0, help="which of the front-ends this is")] = 0,
-) -> int:
+@app.command(name="frontend", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def supervised_frontend(context: typer.Context) -> int:
     """The API server as a process supervised by `serve`, ours or vLLM's: the arguments of `vllm-rs frontend`."""
     from mini_engine.entrypoints.frontend_child import run_frontend
 
-    if grpc_listen_fd is not None:
-        raise typer.BadParameter("this front-end has no gRPC service: leave out --grpc-port, or use vllm-rs")
-    engines = range(engine_start_index, engine_start_index + engine_count)
-    return run_frontend(listen_fd, input_listener_fd, output_listener_fd, engines, args_json, client_index)
+    return run_frontend(context.args)
 
 
 @app.command()

@@ -10,6 +10,7 @@ so this command serves under stock vLLM too: VLLM_USE_RUST_FRONTEND=1 VLLM_RUST_
 Before a request's path.    vLLM: v1/utils.py::RustFrontendProcessManager gives these arguments; WIRE §11, §13
 """
 
+import argparse
 import json
 import logging
 import os
@@ -77,23 +78,42 @@ def _listed(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else list(value or [])
 
 
-def run_frontend(listen_fd: int, input_fd: int, output_fd: int, engine_ranks: range, args_json: str, client_index: int = 0) -> int:
+def _arguments() -> argparse.ArgumentParser:
+    """The arguments of `vllm-rs frontend`, and one of ours."""
+    parser = argparse.ArgumentParser(prog="mini-engine frontend", allow_abbrev=False)
+    for name in ("listen-fd", "input-listener-fd", "output-listener-fd"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--engine-start-index", type=int, default=0)
+    parser.add_argument("--engine-count", type=int, default=1)
+    parser.add_argument("--data-parallel-size", help="without effect: engine-count says enough")
+    parser.add_argument("--coordinator-address", help="without effect: requests go to the engines in turn")
+    parser.add_argument("--grpc-listen-fd", help="refused: there is no gRPC service here")
+    parser.add_argument("--args-json", required=True)
+    parser.add_argument("--client-index", type=int, default=0, help="which of several front-ends this is")
+    return parser
+
+
+def run_frontend(argv: list[str]) -> int:
     """Serve until told to stop; the exit status, as run_server's. Raises VLLMValidationError or EngineDeadError before it is ready."""
+    given = _arguments().parse_args(argv)
+    if given.grpc_listen_fd is not None:
+        raise VLLMValidationError("this front-end has no gRPC service: leave out --grpc-port, or use vllm-rs", parameter="grpc_port")
     setproctitle.setproctitle("mini-engine: api")
     observe_logging.setup("api")
     raise_open_files_limit()
     with sigterm_interrupts():
-        engine_config, server_config = parse_args_json(args_json)
+        engine_config, server_config = parse_args_json(given.args_json)
         try:
-            os.set_inheritable(listen_fd, False)
-            sock = socket.socket(fileno=listen_fd)
-            listeners = inherit_listeners(input_fd, output_fd)
+            os.set_inheritable(given.listen_fd, False)
+            sock = socket.socket(fileno=given.listen_fd)
+            listeners = inherit_listeners(given.input_listener_fd, given.output_listener_fd)
         except OSError as e:
-            raise VLLMValidationError(f"the descriptors {listen_fd}, {input_fd} and {output_fd} are not the parent's sockets: {e}") from e
-        launched = Launched(listeners, [engine_identity(rank) for rank in engine_ranks], None)
+            raise VLLMValidationError(f"{' '.join(argv[:6])}: these descriptors are not the parent's sockets: {e}") from e
+        ranks = range(given.engine_start_index, given.engine_start_index + given.engine_count)
+        launched = Launched(listeners, [engine_identity(rank) for rank in ranks], None)
         with sock:
             try:
                 prepared = prepare(engine_config, server_config, weights=False)
-                return uvloop.run(serve_on(prepared, launched, sock, client_index=client_index, announce=False))
+                return uvloop.run(serve_on(prepared, launched, sock, client_index=given.client_index, announce=False))
             finally:
                 launched.shutdown()

@@ -101,7 +101,7 @@ class _FrontEnds:
     def __init__(self, events: "queue.SimpleQueue[_Event]", patience_s: float) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
         self._events = events
-        self._patience_s = patience_s
+        self.patience_s = patience_s  #: between SIGTERM and SIGKILL
 
     def start(self, command: list[str], fds: Sequence[int], environment: dict[str, str]) -> None:
         process = subprocess.Popen(
@@ -138,8 +138,8 @@ class _FrontEnds:
         for process in self.processes:
             process.terminate()
         try:
-            if not self.wait(self._patience_s):
-                logger.warning("front-end processes did not stop within %g s: killed", self._patience_s)
+            if not self.wait(self.patience_s):
+                logger.warning("front-end processes did not stop within %g s: killed", self.patience_s)
         finally:
             for process in self.processes:
                 process.kill()
@@ -278,4 +278,5 @@ def _end(event: _Event | None, front_ends: _FrontEnds, kind: FrontEndKind) -> in
             logger.error("%s: stopping", message)
             if kind == "python":  # they have noticed, and answer 503 for a while; vllm-rs would go on for ever
                 front_ends.wait(DEAD_LINGER_S + LAST_WORD_S + KILL_AFTER_S)
+            front_ends.patience_s = 1.0  # no open request can end well any more
     return 1

@@ -18,8 +18,6 @@ from pathlib import Path
 
 import zmq
 
-CONNECTION_EVENTS = zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED  #: what liveness.ConnectionMonitor reads
-
 
 @dataclass(slots=True)
 class Listeners:
@@ -41,8 +39,6 @@ class Listeners:
             sock.router_mandatory = True  # a send to an engine that is gone raises instead of vanishing
         if not self.local:  # a remote peer that vanishes without closing is noticed after ten silent seconds
             sock.heartbeat_ivl, sock.heartbeat_timeout = 2_000, 10_000
-            if kind == zmq.PULL:  # before bind(): the engines' connections may be waiting, and none may be accepted unseen
-                sock.get_monitor_socket(CONNECTION_EVENTS)
         return sock
 
     def adopt(self, sock: zmq.Socket[bytes]) -> None:

@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from mini_engine.transport.listeners import CONNECTION_EVENTS
-
 logger = logging.getLogger(__name__)
 
 
@@ -63,7 +61,7 @@ class ConnectionMonitor:
     """
 
     def __init__(self, sock: zmq.Socket[bytes], count: int) -> None:
-        self.socket = sock.get_monitor_socket(CONNECTION_EVENTS)  # the one that adopt() has opened, when it has
+        self.socket = sock.get_monitor_socket(zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED)
         self.sealed = False  #: every engine has said that it is ready: what is lost from now on is lost for good
         self._count = count
         self._peers: set[int] = set()  # descriptors, as ZMQ's events and SRCFD name them

@@ -61,7 +61,17 @@ def test_handshake_is_the_recorded_bytes():
 
 
 def test_the_ready_frame_is_a_map_of_25_names():
-    ready = EngineCoreReadyResponse(8192, 100, 16, None, "float32", "0.32.0", 1, 1, 1, 1, 1, 0, 128, 2048, "id", False, 0)
+    ready = EngineCoreReadyResponse(
+        max_model_len=8192,
+        num_gpu_blocks=100,
+        block_size=16,
+        dtype="float32",
+        vllm_version="0.32.0",
+        data_parallel_rank=0,
+        max_num_seqs=128,
+        max_num_batched_tokens=2048,
+        instance_id="id",
+    )
     assert len(unpack(msgspec.msgpack.encode(ready))) == 25
 
 
