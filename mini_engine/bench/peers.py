@@ -51,12 +51,15 @@ def transformers(setup: dict[str, Any]) -> Generate:
 
 
 def vllm(setup: dict[str, Any]) -> Generate:
-    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": str(setup["threads"])}
+    # nobind: as many threads as asked, on any core; by itself vLLM binds to some cores and keeps one for its front-end
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(setup["threads"])}
     try:
         importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:  # the CPU build is the distribution vllm-cpu; vLLM asks `vllm` for a +cpu version
         version = importlib.metadata.version
-        importlib.metadata.version = lambda name: f"{version('vllm-cpu')}+cpu" if name == "vllm" else version(name)
+        importlib.metadata.version = lambda distribution_name: (
+            version(distribution_name) if distribution_name != "vllm" else version("vllm-cpu") + "+cpu"
+        )
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
     llm = LLM(setup["model"], dtype=setup["dtype"], max_model_len=setup["max_len"], enforce_eager=True, enable_prefix_caching=False)

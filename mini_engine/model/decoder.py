@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mini_engine.config import Quantization
 from mini_engine.model.attention import AttentionMetadata, new_kv_cache, paged_attention
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.layers import Linear, RotaryEmbedding, rms_norm
@@ -86,12 +87,12 @@ class Decoder:
             slots |= layer.slots(f"model.layers.{i}.")
         return slots
 
-    def pack(self) -> None:
+    def pack(self, quantization: Quantization = "none") -> None:
         """After loading, once: see Linear.pack. Costs a second copy of one weight at a time, and of a tied embedding for good."""
         for layer in self.layers:
             for linear in (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj):
-                linear.pack()
-        self.lm_head.pack()
+                linear.pack(quantization)
+        self.lm_head.pack(quantization)
 
     def new_kv_caches(self, num_blocks: int, block_size: int) -> list[Tensor]:
         """Zeroed caches, one per layer."""

@@ -13,21 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mini_engine.config import Quantization
 from mini_engine.model.config import RopeConfig
-
-PACK_FOR_ROWS = 32  #: number of rows that the packed layout is chosen for; it serves any number
+from mini_engine.model.linear_kernels import Kernel, float32_kernel, int8_kernel
 
 
 class Linear:
     """y = x W^T + b, with the outputs of several checkpoint weights side by side (q, k, v; gate, up)."""
 
-    __slots__ = ("bias", "output_sizes", "packed", "weight")
+    __slots__ = ("bias", "kernel", "output_sizes", "weight")
 
     def __init__(self, input_size: int, output_sizes: Sequence[int], bias: bool, dtype: torch.dtype, device: torch.device) -> None:
         self.output_sizes = tuple(output_sizes)
         self.weight = torch.empty(sum(output_sizes), input_size, dtype=dtype, device=device)
         self.bias = torch.empty(sum(output_sizes), dtype=dtype, device=device) if bias else None
-        self.packed: Tensor | None = None  #: the weight in oneDNN's own layout; `weight` is gone then
+        self.kernel: Kernel | None = None  #: None: F.linear. Else it has the weight, and `weight` is empty
 
     def slots(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Where the checkpoint's `NAME.weight` and `NAME.bias` go: views of the fused tensors, one name per output part."""
@@ -36,20 +36,14 @@ class Linear:
             parts |= {f"{n}.bias": part for n, part in zip(names, self.bias.split(self.output_sizes), strict=True)}
         return parts
 
-    def pack(self) -> None:
-        """After loading: lay the weight out as the fastest kernel reads it. The plain one is freed; slots() must not be used again.
-
-        On CPU in float32: oneDNN's blocked layout, through the operators that torch's own compiler uses for frozen weights. Half the
-        time of F.linear at 1 to 32 rows, which copies or walks the plain layout at every call; the same at hundreds.
-        """
-        if self.weight.device.type == "cpu" and self.weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACK_FOR_ROWS)
+    def pack(self, quantization: Quantization = "none") -> None:
+        """After loading: lay the weight out as the fastest kernel reads it. The plain one is freed; slots() must not be used again."""
+        self.kernel = int8_kernel(self.weight, self.bias) if quantization == "int8" else float32_kernel(self.weight, self.bias)
+        if self.kernel is not None:
             self.weight = self.weight.new_empty(0)
 
     def __call__(self, x: Tensor) -> Tensor:  # x [n, input_size] → [n, sum(output_sizes)]
-        if self.packed is None:
-            return F.linear(x, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return F.linear(x, self.weight, self.bias) if self.kernel is None else self.kernel(x)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mini_engine.config import Quantization
 from mini_engine.exceptions import VLLMValidationError
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.decoder import Decoder
@@ -23,13 +24,18 @@ logger = logging.getLogger(__name__)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def load_model(model_dir: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
+def load_model(
+    model_dir: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    quantization: Quantization = "none",
+) -> Decoder:
     """Read config.json and the weights of `model_dir`. Raises VLLMValidationError for whatever is missing, corrupt or unsupported."""
     files = weight_files(model_dir)
     model = Decoder(ModelConfig.from_dir(model_dir), dtype, device)
     with torch.inference_mode():
         load_weights(model, iterate_safetensors(files), where=str(model_dir))
-        model.pack()
+        model.pack(quantization)
     return model
 
 

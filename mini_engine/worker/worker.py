@@ -35,13 +35,19 @@ class Worker:
         started = time.monotonic()
         model_dir = resolve_model(config.model)
         self.dtype = choose_dtype(config.dtype, ModelConfig.from_dir(model_dir).dtype, self.device)
-        self.model = load_model(model_dir, self.dtype, self.device)
+        if config.quantization == "int8" and (self.device.type, self.dtype) != ("cpu", torch.float32):
+            raise VLLMValidationError(
+                f"quantization int8 works on float32 on CPU, not on {config.dtype} on {self.device}; leave one of them out",
+                parameter="quantization",
+            )
+        self.model = load_model(model_dir, self.dtype, self.device, config.quantization)
         self.runner = ModelRunner(self.model, config.max_num_seqs, config.max_model_len, config.seed)
         logger.info(
-            "model %s: %.0f MiB of %s weights on %s in %.1f s, %d threads",
+            "model %s: %.0f MiB of %s weights%s on %s in %.1f s, %d threads",
             model_dir,
             self.model.num_bytes / 2**20,
             str(self.dtype).removeprefix("torch."),
+            ", packed as int8" if config.quantization == "int8" else "",
             self.device,
             time.monotonic() - started,
             torch.get_num_threads(),
