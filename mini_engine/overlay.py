@@ -4,7 +4,7 @@ Every seam names what the file must define; `load()` imports the file under a pr
 engines in one process can run different overlays. A missing file or name is the user's error, told with both.
 
     seam                  the file defines             in place of
-    wire.codec            encode(obj) → bytes-like     msgspec's encoder of frame 0 (wire/codec.py); obj: the message as lists, maps, scalars
+    wire.codec            encode(obj) → bytes-like     msgspec's encoder of frame 0 (wire/codec.py); obj: lists, maps, scalars
     scheduler.schedule    schedule(scheduler) → SchedulerOutput        Scheduler.schedule
     kv_cache.block_pool   class BlockPool              kv_cache/block_pool.py::BlockPool
     text.detokenizer      class Detokenizer            text/detokenizer.py::IncrementalDetokenizer

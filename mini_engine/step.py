@@ -50,7 +50,6 @@ class SchedulerOutput:
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     total_num_scheduled_tokens: int = 0
     sampled_req_ids: list[str] = field(default_factory=list)  #: in scheduling order; the others are prompt chunks
-    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
     finished_req_ids: list[str] = field(default_factory=list)  #: since the last step: the worker forgets them *before* this one
     preempted_req_ids: list[str] = field(default_factory=list)  #: in this step: forgotten likewise
     step_id: int = 0  #: counts schedule() calls, for traces

@@ -1,5 +1,6 @@
 """What holds for every test: three outcomes, nothing left running, asyncio, repeatable random data."""
 
+import logging
 import os
 import threading
 import uuid
@@ -95,6 +96,15 @@ def nothing_left_running() -> Iterator[None]:
 
 
 # ── shared fixtures ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """A command that a test runs in this process sets up our logger for good, and caplog would hear nothing in the tests after it."""
+    logger = logging.getLogger("mini_engine")
+    before = logger.handlers, logger.level, logger.propagate
+    yield
+    logger.handlers, logger.level, logger.propagate = before
 
 
 @pytest.fixture(scope="session")

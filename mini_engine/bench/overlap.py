@@ -85,7 +85,7 @@ def measure(config: EngineConfig, running: int, steps: int, host_ms: float) -> R
         setattr(engine.scheduler, method, _traced(run, kind, getattr(engine.scheduler, method)))
     params = SamplingParams(temperature=0.0, max_tokens=steps + WARM_UP + 8)
     for i in range(running):
-        engine.add_request(Request(f"request-{i}", [i + 1] * 8, params, block_hasher=get_request_block_hasher(config.block_size)))
+        engine.scheduler.add_request(Request(f"request-{i}", [i + 1] * 8, params, block_hasher=get_request_block_hasher(config.block_size)))
     last = waited = 0.0
     while len(run.periods) < steps + WARM_UP:
         outputs, _ = engine.step_fn()

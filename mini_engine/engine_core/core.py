@@ -55,10 +55,10 @@ class StepInFlight:
     sampled: Future[ModelRunnerOutput] | None  #: None: nothing was scheduled, so the forward has the result
 
 
-def finish_outputs(request_ids: list[str], finish_reason: FinishReason, stop_reason: str | None = None) -> EngineCoreOutputs:
-    """The last word on requests that end without a token."""
-    outputs = [EngineCoreOutput(request_id, [], finish_reason=finish_reason, stop_reason=stop_reason) for request_id in request_ids]
-    return EngineCoreOutputs(outputs=outputs, finished_requests=set(request_ids))
+def finish_outputs(request_id: str, finish_reason: FinishReason, stop_reason: str | None = None) -> EngineCoreOutputs:
+    """The last word on a request that ends without a token."""
+    output = EngineCoreOutput(request_id, [], finish_reason=finish_reason, stop_reason=stop_reason)
+    return EngineCoreOutputs(outputs=[output], finished_requests={request_id})
 
 
 class EngineCore:
@@ -105,30 +105,17 @@ class EngineCore:
                 "raise kv_cache_memory_bytes (CPU) or gpu_memory_utilization (GPU)"
             )
         asked = config.max_model_len
-        if asked is not None and asked > executor.max_model_len:
-            raise VLLMValidationError(
-                f"max_model_len {asked} is more than the model's own {executor.max_model_len}: ask for at most that",
-                parameter="max_model_len",
-                value=asked,
-            )
-        if asked is not None and asked > num_tokens:
-            raise VLLMValidationError(
-                f"max_model_len {asked} does not fit: the KV cache holds {num_tokens} tokens ({num_blocks} blocks of {size}, one unused); "
-                f"ask for at most {num_tokens}, or give it more memory",
-                parameter="max_model_len",
-                value=asked,
-            )
+        cache_limit = f"what a KV cache of {num_blocks} blocks of {size} tokens holds, one unused (more memory, more blocks)"
+        for limit, whose in ((executor.max_model_len, "the model's own"), (num_tokens, cache_limit)):
+            if asked is not None and asked > limit:
+                raise VLLMValidationError(
+                    f"max_model_len {asked} is more than {limit}, {whose}: ask for at most that", parameter="max_model_len", value=asked
+                )
         max_model_len = asked or min(executor.max_model_len, num_tokens)
-        logger.info(
-            "KV cache: %d blocks of %d tokens = %d tokens, %.1f MiB; max_model_len %d%s; room for %.1f requests of that length",
-            num_blocks,
-            size,
-            num_tokens,
-            num_blocks * spec.page_size_bytes / 2**20,
-            max_model_len,
-            "" if asked or max_model_len == executor.max_model_len else f" (the model's {executor.max_model_len} would not fit)",
-            num_tokens / max_model_len,
-        )
+        mib = num_blocks * spec.page_size_bytes / 2**20
+        logger.info("KV cache: %d blocks of %d tokens = %d tokens, %.1f MiB", num_blocks, size, num_tokens, mib)
+        note = "" if asked or max_model_len == executor.max_model_len else f" (the model's {executor.max_model_len} would not fit)"
+        logger.info("max_model_len %d%s; room for %.1f requests of that length", max_model_len, note, num_tokens / max_model_len)
         kv_cache_config = KVCacheConfig(num_blocks, size)
         executor.initialize_from_config(kv_cache_config)
         return kv_cache_config, max_model_len
@@ -141,20 +128,12 @@ class EngineCore:
             max_model_len=self.scheduler.max_model_len,
             num_gpu_blocks=kv.num_blocks,
             block_size=kv.block_size,
-            dp_stats_address=None,
             dtype=self.executor.dtype,
             vllm_version=VLLM_VERSION,
-            world_size=1,
-            data_parallel_size=1,
-            tensor_parallel_size=1,
-            pipeline_parallel_size=1,
-            decode_context_parallel_size=1,
             data_parallel_rank=self.engine_index,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             instance_id=self.instance_id,
-            supports_lora=False,
-            max_loras=0,
             kv_cache_size_tokens=num_tokens,
             kv_cache_max_concurrency=num_tokens / self.scheduler.max_model_len,
             effective_attention_block_size=kv.block_size,
@@ -162,31 +141,19 @@ class EngineCore:
 
     # ── requests in ─────────────────────────────────────────────────────────────────────────────────────
 
-    def preprocess_add_request(self, request: EngineCoreRequest) -> Request:
-        """Form 4 → form 5. Any thread. Raises VLLMValidationError for what this engine cannot serve."""
-        ids, vocab_size = request.prompt_token_ids or [0], self.executor.vocab_size
-        if (worst := min(ids)) < 0 or (worst := max(ids)) >= vocab_size:  # a foreign front-end's; the device would read what lies there
-            raise VLLMValidationError(
-                f"prompt_token_ids: {worst} is not in the vocabulary; ids are in [0, {vocab_size - 1}]",
-                parameter="prompt_token_ids",
-                value=worst,
-            )
-        return Request.from_engine_core_request(request, self._block_hasher)
-
     def preprocess(self, request: EngineCoreRequest) -> Request | Refusal:
-        """The same, never raising: one request's trouble is that request's."""
+        """Form 4 → form 5. Any thread. Never raises: one request's trouble is that request's."""
+        ids, vocab_size = request.prompt_token_ids or [0], self.executor.vocab_size
         try:
-            return self.preprocess_add_request(request)
+            if (worst := min(ids)) < 0 or (worst := max(ids)) >= vocab_size:  # a foreign front-end's; the device would read what lies there
+                raise VLLMValidationError(f"prompt_token_ids: {worst} is not in the vocabulary; ids are in [0, {vocab_size - 1}]")
+            return Request.from_engine_core_request(request, self._block_hasher)
         except VLLMValidationError as e:
             reason = str(e)
         except Exception as e:
             logger.exception("request %s could not be prepared", request.request_id)
             reason = f"internal error: {type(e).__name__}: {e}"
         return Refusal(request.request_id, request.client_index, reason)
-
-    def add_request(self, request: Request) -> None:
-        """Queue a request. Raises VLLMValidationError when it can never be served, or its id is in use."""
-        self.scheduler.add_request(request)
 
     def admit(self, request: Request | Refusal) -> EngineCoreOutputs | None:
         """Queue a request, or answer with an ERROR output for its client. Never raises for what a client can cause.
@@ -201,13 +168,13 @@ class EngineCore:
             return None
         try:
             if isinstance(request, Request):
-                self.add_request(request)
+                self.scheduler.add_request(request)
                 return None
             reason = request.reason
         except VLLMValidationError as e:
             reason = str(e)
         logger.warning("refused request %r: %s", request.request_id, reason)
-        return finish_outputs([request.request_id], FinishReason.ERROR, reason)
+        return finish_outputs(request.request_id, FinishReason.ERROR, reason)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """End requests at their client's wish: no output follows. Unknown and finished ids are ignored."""
@@ -284,36 +251,14 @@ class EngineCore:
     # ── utilities: what a front-end may call by name (WIRE §3.6) ────────────────────────────────────────
 
     @utility
-    def get_supported_tasks(self) -> list[str]:
-        return ["generate"]
-
-    @utility
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """False, and nothing changed, while any request holds blocks; running requests are never reset."""
-        if self.batch_queue and not self.scheduler.has_unfinished_requests():
+        if self.batch_queue and not self.scheduler.requests:
             self._account(self.batch_queue.popleft())  # only it holds blocks; its message has no output, and newer stats will follow
         return self.scheduler.reset_prefix_cache()
 
-    @utility
-    def reset_mm_cache(self) -> None:
-        """Nothing to reset: there is no multimodal input. A stock front-end does not start without an answer."""
-
-    @utility
-    def reset_encoder_cache(self) -> None:
-        """As reset_mm_cache."""
-
-    @utility
-    def is_sleeping(self) -> bool:
-        return False
-
-    @utility
-    def is_scheduler_paused(self) -> bool:
-        return False
-
-    @utility
-    def list_loras(self) -> list[int]:
-        return []
-
-    @utility
-    def get_weight_version(self) -> str:
-        return "default"
+    get_supported_tasks = utility(lambda self: ["generate"])
+    reset_mm_cache = reset_encoder_cache = utility(lambda self: None)  # no multimodal input; a stock front-end waits for the answer
+    is_sleeping = is_scheduler_paused = utility(lambda self: False)
+    list_loras = utility(lambda self: list[int]())
+    get_weight_version = utility(lambda self: "default")

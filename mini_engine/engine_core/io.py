@@ -68,7 +68,7 @@ def send_engine_dead(output_addresses: Sequence[str]) -> None:
 
 
 class EngineCoreIO:
-    """Threads, sockets and queues. Made and stopped by the core loop's thread."""
+    """Threads, sockets and queues. Made, started and stopped by the core loop's thread."""
 
     def __init__(
         self,
@@ -111,14 +111,12 @@ class EngineCoreIO:
     def stop_input(self) -> None:
         """Nothing more enters input_queue after this."""
         self._input_context.term()  # the thread's poll raises ContextTerminated; returns when its sockets are closed
-        if self._threads[1].ident is not None:
-            self._threads[1].join()
+        self._threads[1].join()
 
     def stop_output(self) -> None:
         """Everything queued, then ENGINE_CORE_DEAD, is sent, or the linger is over. Any thread."""
         self.output_queue.put(ENGINE_CORE_DEAD)
-        if self._threads[0].ident is not None:
-            self._threads[0].join(OUTPUT_LINGER_MS / 1000 + 1)
+        self._threads[0].join(OUTPUT_LINGER_MS / 1000 + 1)
 
     def _run(self, body: Callable[[], None]) -> None:
         name = threading.current_thread().name
@@ -159,61 +157,45 @@ class EngineCoreIO:
 
     def _receive(self, client_index: int, frames: list[bytes]) -> None:
         """One message, which arrived on the socket of this front-end. Never raises for what it says."""
-        match frames:
-            case [EngineCoreRequestType.ADD, *payload]:
-                self.input_queue.put((EngineCoreRequestType.ADD, self._receive_add(client_index, payload)))
-            case [EngineCoreRequestType.ABORT, *payload]:
-                try:
+        kind, *payload = frames
+        try:
+            match kind:
+                case EngineCoreRequestType.ADD:
+                    request = self._add_decoder.decode(payload)
+                    if not self._is_client(request.client_index):
+                        raise VLLMValidationError(f"client_index must be in [0, {len(self.addresses.outputs)}), got {request.client_index}")
+                    self.input_queue.put((kind, self._preprocess(request)))
+                case EngineCoreRequestType.ABORT:
                     request_ids = self._abort_decoder.decode(payload)
-                except msgspec.DecodeError as e:
-                    logger.error("ignored an ABORT from front-end %d: %s", client_index, e)
-                    return
-                # In both queues: at once if a step is running, and again in order, behind an ADD that may still be queued.
-                self.aborts_queue.put(request_ids)
-                self.input_queue.put((EngineCoreRequestType.ABORT, request_ids))
-            case [EngineCoreRequestType.UTILITY, *payload]:
-                self._receive_utility(client_index, payload)
-            case [kind, *rest]:
-                logger.error("ignored a message of unknown type %.20r (%d frames) from front-end %d", kind, 1 + len(rest), client_index)
-
-    def _receive_add(self, client_index: int, payload: list[bytes]) -> Request | Refusal | None:
-        try:
-            request = self._add_decoder.decode(payload)
-            if not self._is_client(request.client_index):
-                raise VLLMValidationError(f"client_index must be in [0, {len(self.addresses.outputs)}), got {request.client_index}")
-            return self._preprocess(request)
+                    # In both queues: at once if a step is running, and again in order, behind an ADD that may still be queued.
+                    self.aborts_queue.put(request_ids)
+                    self.input_queue.put((kind, request_ids))
+                case EngineCoreRequestType.UTILITY:
+                    call = self._utility_decoder.decode(payload)
+                    asked = call.client_index if self._is_client(call.client_index) else client_index
+                    self.input_queue.put((kind, (asked, call)))
+                case _:
+                    raise VLLMValidationError("unknown type")
         except (msgspec.DecodeError, VLLMValidationError) as e:
-            reason = str(e)
-        # Whose was it? What can be read without types says: the id is needed, the client may be the one whose socket it came on.
-        try:
-            fields = self._any_decoder.decode(payload)
-        except msgspec.DecodeError:
-            fields = None
-        match fields:
-            case [str(request_id), *rest]:
-                asked = rest[10] if len(rest) > 10 else None
-                return Refusal(request_id, asked if self._is_client(asked) else client_index, reason)
-        logger.error("ignored an ADD from front-end %d, not even its request id can be read: %s", client_index, reason)
-        return None
+            self._refuse(client_index, kind, payload, str(e))
 
-    def _receive_utility(self, client_index: int, payload: list[bytes]) -> None:
-        try:
-            call = self._utility_decoder.decode(payload)
-            asked = call.client_index if self._is_client(call.client_index) else client_index
-            self.input_queue.put((EngineCoreRequestType.UTILITY, (asked, call)))
-            return
-        except msgspec.DecodeError as e:
-            reason = str(e)
+    def _refuse(self, client_index: int, kind: bytes, payload: list[bytes], reason: str) -> None:
+        """Answer a message that makes no sense. Whose is it? What can be read without types says: the id is needed, the client may be
+        the one whose socket it came on. Else there is nobody to tell but the log."""
         try:
             fields = self._any_decoder.decode(payload)
         except msgspec.DecodeError:
             fields = None
-        match fields:
-            case [_, call_id, *_] if type(call_id) is int:  # not a bool: no client could decode the answer
+        match kind, fields:
+            case EngineCoreRequestType.ADD, [str(request_id), *rest]:
+                asked = rest[10] if len(rest) > 10 else None
+                refusal = Refusal(request_id, asked if self._is_client(asked) else client_index, reason)
+                self.input_queue.put((kind, refusal))
+            case EngineCoreRequestType.UTILITY, [_, call_id, *_] if type(call_id) is int:  # not a bool: no client could decode the answer
                 reply = EngineCoreOutputs(utility_output=UtilityOutput(call_id, f"malformed utility call: {reason}"))
                 self.output_queue.put((client_index, reply))
             case _:
-                logger.error("ignored a utility call from front-end %d, not even its call id can be read: %s", client_index, reason)
+                logger.error("ignored a message %.20r (%d frames) from front-end %d: %s", kind, 1 + len(payload), client_index, reason)
 
     def _is_client(self, client_index: object) -> TypeGuard[int]:
         return type(client_index) is int and 0 <= client_index < len(self.addresses.outputs)

@@ -12,7 +12,7 @@ Beside the request's path.    vLLM: v1/engine/core.py::run_engine_core (signal h
 
 import logging
 import os
-import selectors
+import select
 import signal
 import threading
 from collections.abc import Callable
@@ -27,17 +27,13 @@ class LifetimeWatch:
 
     def __init__(self, parent_fd: int | None) -> None:
         """parent_fd: read end of a pipe whose only write end the parent holds; it reads EOF when the parent is gone. None: no parent."""
-        self._parent_fd = parent_fd
         self._lock = threading.Lock()
         self._request_shutdown: Callable[[str], None] | None = None
         self._send_dead: Callable[[], None] = lambda: None
         self._left = threading.Event()
         self._read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._write_fd, False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._read_fd, selectors.EVENT_READ)
-        if parent_fd is not None:
-            self._selector.register(parent_fd, selectors.EVENT_READ)
+        self._watched = [self._read_fd] if parent_fd is None else [self._read_fd, parent_fd]
         signal.set_wakeup_fd(self._write_fd)
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, lambda *_: None)  # a handler of Python's there must be, or nothing is written to the wakeup fd
@@ -57,7 +53,7 @@ class LifetimeWatch:
 
     def _wait(self) -> tuple[str, int]:
         """(why to stop, the exit code for stopping at once)."""
-        ready = [key.fd for key, _ in self._selector.select()]
+        ready, _, _ = select.select(self._watched, [], [])
         if self._read_fd not in ready:
             return "the parent process is gone", 1
         signum = os.read(self._read_fd, 1)[0]

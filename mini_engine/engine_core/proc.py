@@ -19,11 +19,9 @@ import argparse
 import gc
 import json
 import logging
-import queue
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -32,17 +30,17 @@ import setproctitle
 import zmq
 
 from mini_engine.config import EngineConfig
-from mini_engine.engine_core.core import EngineCore, Refusal, finish_outputs
+from mini_engine.engine_core.core import EngineCore, finish_outputs
 from mini_engine.engine_core.io import EngineCoreIO, send_engine_dead
 from mini_engine.engine_core.lifetime import LifetimeWatch
 from mini_engine.engine_core.utility import invoke_utility
 from mini_engine.exceptions import VLLMValidationError
-from mini_engine.executor.abstract import Executor
-from mini_engine.scheduler.request import Request, RequestStatus
+from mini_engine.observe.logging import setup
+from mini_engine.scheduler.request import RequestStatus
 from mini_engine.wire.handshake import EngineHandshakeMetadata, EngineZmqAddresses, HandshakeStatus, engine_identity
-from mini_engine.wire.messages import EngineCoreOutputs, EngineCoreRequestType, FinishReason, UtilityOutput, UtilityRequest
+from mini_engine.wire.messages import EngineCoreOutputs, EngineCoreRequestType, FinishReason, UtilityOutput
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("mini_engine.engine_core.proc")  # not __name__, which is "__main__" when the process is this module
 
 HANDSHAKE_TIMEOUT_S = 300  #: from HELLO to INIT
 
@@ -71,27 +69,15 @@ def startup_handshake(address: str, engine_index: int, headless: bool) -> Iterat
 class EngineCoreProc(EngineCore):
     """Constructed READY. Everything here runs on the core loop's thread, but for request_shutdown()."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        handshake_address: str,
-        engine_index: int = 0,
-        *,
-        headless: bool = False,
-        executor: Executor | None = None,
-        watch: LifetimeWatch | None = None,
-    ) -> None:
+    def __init__(self, config: EngineConfig, handshake_address: str, engine_index: int, *, headless: bool, watch: LifetimeWatch) -> None:
         self._shutdown_reason: str | None = None
-        self._finished = False
         with startup_handshake(handshake_address, engine_index, headless) as addresses:
-            if watch is not None:
-                watch.attach(partial(send_engine_dead, addresses.outputs))
+            watch.attach(partial(send_engine_dead, addresses.outputs))
             try:
-                super().__init__(config, executor, engine_index=engine_index)
+                super().__init__(config, engine_index=engine_index)
                 self.io = EngineCoreIO(addresses, engine_index, self.preprocess, self.aborts_queue, config.overlay)
                 self.io.start(msgspec.msgpack.encode(self.ready_response()))
-                if watch is not None:
-                    watch.attach(self.io.stop_output, self.request_shutdown)
+                watch.attach(self.io.stop_output, self.request_shutdown)
             except BaseException:
                 send_engine_dead(addresses.outputs)
                 raise
@@ -104,52 +90,39 @@ class EngineCoreProc(EngineCore):
         """Until request_shutdown(). Raises what breaks the engine."""
         while self._shutdown_reason is None:
             self._process_input_queue()
-            self._process_engine_step()
+            outputs, _ = self.step_fn()
+            for item in outputs.items():
+                self.io.output_queue.put(item)
         logger.info("stopping: %s", self._shutdown_reason)
 
     def _process_input_queue(self) -> None:
         """Sleep until there is work; then take in everything that has arrived, without waiting."""
         while not self.has_work() and self._shutdown_reason is None:
             self._handle_client_request(*self.io.input_queue.get())
-        with suppress(queue.Empty):
-            while True:
-                self._handle_client_request(*self.io.input_queue.get_nowait())
-
-    def _process_engine_step(self) -> None:
-        outputs, _ = self.step_fn()
-        for item in outputs.items():
-            self.io.output_queue.put(item)
+        while not self.io.input_queue.empty():
+            self._handle_client_request(*self.io.input_queue.get())
 
     def _handle_client_request(self, request_type: bytes, payload: Any) -> None:
+        """While shutting down, a request is aborted and a call fails: everybody gets an answer."""
+        stopping = self._shutdown_reason is not None
         match request_type:
             case EngineCoreRequestType.ADD:
-                self._handle_add(payload)
+                outputs = finish_outputs(payload.request_id, FinishReason.ABORT) if stopping else self.admit(payload)
+                if outputs is not None:
+                    self.io.output_queue.put((payload.client_index, outputs))
             case EngineCoreRequestType.ABORT:
                 self.abort_requests_in_order(payload)
             case EngineCoreRequestType.UTILITY:
-                self._handle_utility(*payload)
+                client_index, call = payload
+                if stopping:
+                    output = UtilityOutput(call.call_id, f"Call to {call.method:.80} method failed: the engine is shutting down")
+                else:
+                    output = invoke_utility(self, call.call_id, call.method, call.args)
+                self.io.output_queue.put((client_index, EngineCoreOutputs(utility_output=output)))
             case EngineCoreRequestType.EXECUTOR_FAILED:
                 raise RuntimeError(payload)
             case EngineCoreRequestType.WAKEUP:
                 self._shutdown_reason = self._shutdown_reason or payload
-
-    def _handle_add(self, request: Request | Refusal | None) -> None:
-        if request is None:
-            return
-        if self._shutdown_reason is not None:
-            self._put(request.client_index, finish_outputs([request.request_id], FinishReason.ABORT))
-        elif (refused := self.admit(request)) is not None:
-            self._put(request.client_index, refused)
-
-    def _handle_utility(self, client_index: int, call: UtilityRequest) -> None:
-        if self._shutdown_reason is not None:
-            output = UtilityOutput(call.call_id, f"Call to {call.method:.80} method failed: the engine is shutting down")
-        else:
-            output = invoke_utility(self, call.call_id, call.method, call.args)
-        self._put(client_index, EngineCoreOutputs(utility_output=output))
-
-    def _put(self, client_index: int, outputs: EngineCoreOutputs) -> None:
-        self.io.output_queue.put((client_index, outputs))
 
     # ── the end ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -158,30 +131,18 @@ class EngineCoreProc(EngineCore):
         self.io.input_queue.put((EngineCoreRequestType.WAKEUP, reason))
 
     def shutdown(self) -> None:
-        """Answer everybody, say ENGINE_CORE_DEAD, release the device. Idempotent.
+        """Answer everybody, say ENGINE_CORE_DEAD, release the device.
 
         Input first, so that what has arrived by then is all there is to answer; the device last: it may be what is broken.
         """
-        if self._finished:
-            return
-        self._finished = True
-        orderly = self._shutdown_reason is not None
-        self._shutdown_reason = self._shutdown_reason or "the engine died"
         self.io.stop_input()
-        if orderly:  # a dead engine's requests are told by ENGINE_CORE_DEAD; its scheduler may be what broke
-            self._send_abort_outputs(self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED))
-            with suppress(queue.Empty):
-                while True:
-                    self._handle_client_request(*self.io.input_queue.get_nowait())
+        if self._shutdown_reason is not None:  # a dead engine's requests are told by ENGINE_CORE_DEAD; its scheduler may be what broke
+            for request_id, client_index in self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED):
+                self.io.output_queue.put((client_index, finish_outputs(request_id, FinishReason.ABORT)))
+            while not self.io.input_queue.empty():
+                self._handle_client_request(*self.io.input_queue.get())
         self.io.stop_output()
         super().shutdown()
-
-    def _send_abort_outputs(self, aborted: list[tuple[str, int]]) -> None:
-        by_client: defaultdict[int, list[str]] = defaultdict(list)
-        for request_id, client_index in aborted:
-            by_client[client_index].append(request_id)
-        for client_index, request_ids in by_client.items():
-            self._put(client_index, finish_outputs(request_ids, FinishReason.ABORT))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -193,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--headless", action="store_true", help="the front-end is on another machine, or was not started by our launcher")
     parser.add_argument("--parent-fd", type=int, help="read end of a pipe; its EOF says that the parent is gone")
     args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(asctime)s core: %(message)s", datefmt="%H:%M:%S")
+    setup("core")
     setproctitle.setproctitle("mini-engine: core")
     setproctitle.setthreadtitle("core-loop")
     watch = LifetimeWatch(args.parent_fd)

@@ -69,9 +69,6 @@ class Executor(ABC):
     def sample_tokens(self, grammar_output: GrammarOutput | None, non_block: bool = False) -> Future[ModelRunnerOutput] | ModelRunnerOutput:
         """Sample from the logits of the execute_model before it; grammar_output masks the rows it names."""
 
-    def check_health(self) -> None:  # noqa: B027  a device in this process is as alive as its caller
-        """Raise if the device is gone."""
-
     @abstractmethod
     def shutdown(self) -> None:
         """Release device and threads. Idempotent; a step that hangs is not waited for."""

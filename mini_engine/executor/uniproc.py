@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import Any
 
 # Before torch is loaded, for its OpenMP: a thread that waits for the others shall sleep, not spin. Beside any other busy process (the
-# API server, on two cores) a spinning team loses 20 times more than sleeping costs when alone. A setting of the user's stays.
+# API server, on two cores) a spinning team was seen to take up to twenty times as long for a step. A setting of the user's stays.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from mini_engine.config import EngineConfig

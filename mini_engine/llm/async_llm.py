@@ -24,7 +24,6 @@ from mini_engine.exceptions import EngineDeadError
 from mini_engine.llm.collector import RequestOutputCollector
 from mini_engine.llm.input_processor import InputProcessor
 from mini_engine.llm.output_processor import OutputProcessor, OutputProcessorStats
-from mini_engine.llm.parallel_sampling import ParentRequest
 from mini_engine.observe.stats import IterationStats
 from mini_engine.outputs import RequestOutput
 from mini_engine.render.renderer import Renderer
@@ -83,70 +82,30 @@ class AsyncLLM:
         prompt: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
-        trace_headers: dict[str, str] | None = None,
-        arrival_time: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request, until one is `finished`. `inputs` is text or token ids; `prompt` the text that the outputs carry.
 
         Raises VLLMValidationError before the first output when the request cannot be served, EngineDeadError at any time.
         Leave the loop early, or cancel, and the request is aborted.
         """
-        collector = await self.add_request(
-            inputs,
-            params,
-            request_id,
-            prompt=prompt,
-            priority=priority,
-            cache_salt=cache_salt,
-            trace_headers=trace_headers,
-            arrival_time=arrival_time,
-        )
+        self._raise_if_dead()
+        arrival_time = time.time()
+        if isinstance(inputs, str):
+            prompt, inputs = inputs, await self.renderer.tokenize_prompt(inputs)
+        request = self.input_processor.process_inputs(request_id, inputs, params, arrival_time, priority, cache_salt)
+        self._raise_if_dead()  # it may have died meanwhile, and then nobody would end this request
+        collector = RequestOutputCollector(params.output_kind)
         finished = False
         try:
+            for child in self.output_processor.add_request(request, prompt, collector):
+                await self.client.add_request_async(child)
             while not finished:
                 output = collector.get_nowait() or await collector.get()
                 finished = output.finished
                 yield output
         finally:
             if not finished:
-                self._abort([collector.request_id], internal=True)
-
-    async def add_request(
-        self,
-        inputs: str | Sequence[int],
-        params: SamplingParams,
-        request_id: str,
-        *,
-        prompt: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        trace_headers: dict[str, str] | None = None,
-        arrival_time: float | None = None,
-    ) -> RequestOutputCollector:
-        """Register and send. Whoever takes the collector reads it to the end, or aborts `collector.request_id` (as generate() does)."""
-        self._raise_if_dead()
-        arrival_time = time.time() if arrival_time is None else arrival_time
-        if isinstance(inputs, str):
-            prompt, inputs = inputs, await self.renderer.tokenize_prompt(inputs)
-        request = self.input_processor.process_inputs(
-            request_id, inputs, params, arrival_time, priority=priority, cache_salt=cache_salt, trace_headers=trace_headers
-        )
-        self._raise_if_dead()  # it may have died meanwhile, and then nobody would end this request
-        collector = RequestOutputCollector(params.output_kind, request.request_id)
-        parent = None
-        children = [request]
-        if params.n > 1:
-            parent = ParentRequest(request.request_id, params)
-            children = parent.children(request)
-        for index, child in enumerate(children):  # all n, before the first await
-            self.output_processor.add_request(child, prompt, parent, index, collector)
-        try:
-            for child in children:
-                await self.client.add_request_async(child)
-        except BaseException:
-            self._abort([request.request_id], internal=True)
-            raise
-        return collector
+                self._abort([request.request_id], internal=True)
 
     # ── output_handler ──────────────────────────────────────────────────────────────────────────────────
 

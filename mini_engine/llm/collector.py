@@ -16,11 +16,10 @@ from mini_engine.sampling_params import RequestOutputKind
 
 
 class RequestOutputCollector:
-    __slots__ = ("_error", "_output", "_waiter", "output_kind", "request_id")
+    __slots__ = ("_error", "_output", "_waiter", "output_kind")
 
-    def __init__(self, output_kind: RequestOutputKind, request_id: str) -> None:
+    def __init__(self, output_kind: RequestOutputKind) -> None:
         self.output_kind = output_kind
-        self.request_id = request_id  #: internal id; the parent's when n > 1
         self._output: RequestOutput | None = None
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None

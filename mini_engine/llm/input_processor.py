@@ -27,6 +27,10 @@ UNBUILT_PARAMS = (
 )
 
 
+def _refusal(parameter: str, value: object, message: str) -> VLLMValidationError:
+    return VLLMValidationError(message, parameter=parameter, value=value)
+
+
 class InputProcessor:
     """One per front-end. `max_model_len` is the smallest that an engine reported."""
 
@@ -45,7 +49,6 @@ class InputProcessor:
         arrival_time: float | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
-        trace_headers: dict[str, str] | None = None,
     ) -> EngineCoreRequest:
         """The request to send. `request_id` is the caller's; the request has an internal one, unique whatever callers choose.
 
@@ -63,25 +66,22 @@ class InputProcessor:
             cache_salt=cache_salt,
             data_parallel_rank=None,
             priority=priority,
-            trace_headers=trace_headers,
             external_req_id=request_id,
         )
 
     def _check_prompt(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        def refuse(message: str, value: object) -> VLLMValidationError:
-            return VLLMValidationError(message, parameter="prompt", value=value)
-
         try:
             ids = array("q", prompt_token_ids).tolist()  # plain ints, at C speed; numpy's are taken too
         except (TypeError, OverflowError) as e:
-            raise refuse(f"a prompt must be a list of token ids: {e}", None) from e
+            raise _refusal("prompt", None, f"a prompt must be a list of token ids: {e}") from e
         if not ids:
-            raise refuse("the prompt must not be empty: it has 0 tokens", 0)
+            raise _refusal("prompt", 0, "the prompt must not be empty: it has 0 tokens")
         if len(ids) >= self.max_model_len:
-            raise refuse(
+            raise _refusal(
+                "prompt",
+                len(ids),
                 f"the prompt has {len(ids)} tokens; with at least one token of output that is more than the maximum model length of "
                 f"{self.max_model_len} tokens. Shorten the prompt",
-                len(ids),
             )
         self._check_vocabulary("prompt", ids)
         return ids
@@ -89,22 +89,17 @@ class InputProcessor:
     def _check_vocabulary(self, parameter: str, ids: Collection[int]) -> None:
         for worst in (min(ids), max(ids)):
             if not 0 <= worst < self.vocab_size:
-                raise VLLMValidationError(
-                    f"{parameter}: token id {worst} is not in the vocabulary; ids are in [0, {self.vocab_size - 1}]",
-                    parameter=parameter,
-                    value=worst,
-                )
+                rule = f"token id {worst} is not in the vocabulary; ids are in [0, {self.vocab_size - 1}]"
+                raise _refusal(parameter, worst, f"{parameter}: {rule}")
 
     def _complete(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         for name in UNBUILT_PARAMS:
             if value := getattr(params, name):
-                raise VLLMValidationError(f"{name} is not supported by this engine yet (got {value!r:.80})", parameter=name, value=value)
+                raise _refusal(name, value, f"{name} is not supported by this engine yet (got {value!r:.80})")
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
             if count is not None and count > self.vocab_size:
-                raise VLLMValidationError(
-                    f"{name} must be at most the vocabulary's size, {self.vocab_size}, got {count}", parameter=name, value=count
-                )
+                raise _refusal(name, count, f"{name} must be at most the vocabulary's size, {self.vocab_size}, got {count}")
         for name in ("logit_bias", "allowed_token_ids"):
             if ids := getattr(params, name):
                 self._check_vocabulary(name, ids)
@@ -114,12 +109,12 @@ class InputProcessor:
         room = self.max_model_len - num_prompt_tokens
         if params.max_tokens is None:
             params.max_tokens = room
-        if params.min_tokens > min(params.max_tokens, room):
-            raise VLLMValidationError(
-                f"min_tokens must be at most {min(params.max_tokens, room)}, what max_tokens and the maximum model length of "
-                f"{self.max_model_len} leave after a prompt of {num_prompt_tokens}; got {params.min_tokens}",
-                parameter="min_tokens",
-                value=params.min_tokens,
+        if params.min_tokens > (most := min(params.max_tokens, room)):
+            raise _refusal(
+                "min_tokens",
+                params.min_tokens,
+                f"min_tokens must be at most {most}, what max_tokens and the maximum model length of {self.max_model_len} leave after a "
+                f"prompt of {num_prompt_tokens}; got {params.min_tokens}",
             )
         assert params.stop_token_ids is not None  # a list after construction
         if not params.ignore_eos:
@@ -139,9 +134,7 @@ class InputProcessor:
             bare = self._tokenizer.encode(word.lstrip(), add_special_tokens=False)
             spaced = self._tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
             if not bare:
-                raise VLLMValidationError(
-                    f"bad_words must be words with at least one token, got {word!r}", parameter="bad_words", value=word
-                )
+                raise _refusal("bad_words", word, f"bad_words must be words with at least one token, got {word!r}")
             sequences.append(bare)
             if len(spaced) == len(bare) and spaced[0] != bare[0]:
                 sequences.append(spaced)

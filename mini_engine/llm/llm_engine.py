@@ -11,7 +11,6 @@ from typing import Protocol
 
 from mini_engine.llm.input_processor import InputProcessor
 from mini_engine.llm.output_processor import OutputProcessor
-from mini_engine.llm.parallel_sampling import ParentRequest
 from mini_engine.observe.stats import IterationStats
 from mini_engine.outputs import RequestOutput
 from mini_engine.sampling_params import SamplingParams
@@ -45,13 +44,7 @@ class LLMEngine:
     ) -> None:
         """Check and queue. `prompt` is only carried into the outputs. Raises VLLMValidationError, and then nothing was queued."""
         request = self.input_processor.process_inputs(request_id, prompt_token_ids, params, priority=priority)
-        parent = None
-        children = [request]
-        if params.n > 1:
-            parent = ParentRequest(request.request_id, params)
-            children = parent.children(request)
-        for index, child in enumerate(children):
-            self.output_processor.add_request(child, prompt, parent, index)
+        for child in self.output_processor.add_request(request, prompt):
             self.client.add_request(child)
 
     def step(self) -> list[RequestOutput]:

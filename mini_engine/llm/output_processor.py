@@ -28,56 +28,23 @@ from mini_engine.wire.messages import EngineCoreOutput, EngineCoreRequest, Finis
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False)
 class RequestState:
     """One request to the engine (one child, when n > 1)."""
 
-    __slots__ = (
-        "delta",
-        "detokenizer",
-        "external_req_id",
-        "final_only",
-        "index",
-        "is_prefilling",
-        "logprobs",
-        "max_tokens_param",
-        "num_cached_tokens",
-        "num_prompt_tokens",
-        "parent",
-        "prompt",
-        "prompt_token_ids",
-        "queue",
-        "request_id",
-        "stats",
-    )
-
-    def __init__(
-        self,
-        request: EngineCoreRequest,
-        prompt: str | None,
-        parent: ParentRequest | None,
-        index: int,
-        queue: RequestOutputCollector | None,
-        detokenizer: IncrementalDetokenizer,
-        logprobs: LogprobsProcessor | None,
-    ) -> None:
-        params = request.sampling_params
-        assert params is not None and request.prompt_token_ids is not None and request.external_req_id is not None
-        self.request_id = request.request_id  #: internal
-        self.external_req_id = request.external_req_id  #: the caller's
-        self.parent = parent
-        self.index = index  #: which of the n answers
-        self.queue = queue  #: None: LLMEngine, which takes the outputs from process_outputs()
-        self.prompt = prompt
-        self.prompt_token_ids = request.prompt_token_ids
-        self.num_prompt_tokens = len(request.prompt_token_ids)
-        self.max_tokens_param = params.max_tokens
-        self.delta = params.output_kind is RequestOutputKind.DELTA
-        self.final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
-        self.detokenizer = detokenizer
-        self.logprobs = logprobs  #: None: none were asked for
-        self.is_prefilling = True  #: no token yet
-        self.num_cached_tokens = 0
-        self.stats = RequestStateStats(arrival_time=request.arrival_time)
+    request_id: str  #: internal
+    external_req_id: str  #: the caller's
+    parent: ParentRequest | None
+    index: int  #: which of the n answers
+    queue: RequestOutputCollector | None  #: None: LLMEngine, which takes the outputs from process_outputs()
+    prompt: str | None
+    prompt_token_ids: list[int]
+    max_tokens_param: int | None
+    delta: bool
+    final_only: bool
+    detokenizer: IncrementalDetokenizer
+    logprobs: LogprobsProcessor | None  #: None: none were asked for
+    stats: RequestStateStats
 
     def make_request_output(
         self, new_token_ids: list[int], finish_reason: FinishReason | None, stop_reason: int | str | None
@@ -114,7 +81,7 @@ class RequestState:
             completions,
             finished,
             None if self.logprobs is None else self.logprobs.take_prompt(self.delta),
-            self.num_cached_tokens,
+            self.stats.num_cached_tokens,
             error,
         )
 
@@ -139,24 +106,38 @@ class OutputProcessor:
         self._new_detokenizer = DetokenizerFactory(tokenizer, overlay)
 
     def add_request(
-        self,
-        request: EngineCoreRequest,
-        prompt: str | None,
-        parent: ParentRequest | None = None,
-        index: int = 0,
-        queue: RequestOutputCollector | None = None,
-    ) -> None:
-        """Register, before the request is sent: its first output may be back before the sender runs again."""
+        self, request: EngineCoreRequest, prompt: str | None, queue: RequestOutputCollector | None = None
+    ) -> list[EngineCoreRequest]:
+        """Register it, or with n > 1 its n children. Returns what to send now, not sooner: an output may be back at once."""
         params = request.sampling_params
-        assert request.request_id not in self.request_states and params is not None and request.prompt_token_ids is not None
-        logprobs = None
-        if params.logprobs is not None or params.prompt_logprobs is not None:
-            logprobs = LogprobsProcessor(self._texts if params.detokenize else None, params, request.prompt_token_ids)
-        state = RequestState(request, prompt, parent, index, queue, self._new_detokenizer(request), logprobs)
-        self.request_states[state.request_id] = state
-        if parent is not None:
-            self.parent_requests[parent.request_id] = parent
-        self.external_req_ids.setdefault(state.external_req_id, set()).add(state.request_id)
+        assert params is not None and request.prompt_token_ids is not None and request.external_req_id is not None
+        parent, children = None, [request]
+        if params.n > 1:
+            parent = ParentRequest(request.request_id, params)
+            children = parent.children(request)
+        for index, child in enumerate(children):
+            logprobs = None
+            if params.logprobs is not None or params.prompt_logprobs is not None:
+                logprobs = LogprobsProcessor(self._texts if params.detokenize else None, params, request.prompt_token_ids)
+            self.request_states[child.request_id] = RequestState(
+                request_id=child.request_id,
+                external_req_id=request.external_req_id,
+                parent=parent,
+                index=index,
+                queue=queue,
+                prompt=prompt,
+                prompt_token_ids=request.prompt_token_ids,
+                max_tokens_param=params.max_tokens,
+                delta=params.output_kind is RequestOutputKind.DELTA,
+                final_only=params.output_kind is RequestOutputKind.FINAL_ONLY,
+                detokenizer=self._new_detokenizer(child),
+                logprobs=logprobs,
+                stats=RequestStateStats(arrival_time=request.arrival_time),
+            )
+            if parent is not None:  # now that it has a child: a fault above leaves nothing behind
+                self.parent_requests[parent.request_id] = parent
+            self.external_req_ids.setdefault(request.external_req_id, set()).add(child.request_id)
+        return children
 
     def process_outputs(
         self, outputs: Sequence[EngineCoreOutput], engine_core_timestamp: float, iteration_stats: IterationStats
@@ -192,21 +173,15 @@ class OutputProcessor:
     ) -> tuple[RequestOutput | None, FinishReason | None]:
         new_token_ids, finish_reason, stop_reason = output.new_token_ids, output.finish_reason, output.stop_reason
         new_logprobs = output.new_logprobs
-        iteration_stats.update_from_output(output, timestamp, state.is_prefilling, state.stats)
-        if output.prefill_stats is not None:
-            state.num_cached_tokens = output.prefill_stats.num_cached_tokens
-        if new_token_ids:
-            state.is_prefilling = False
+        iteration_stats.update_from_output(output, timestamp, state.stats)
         detokenizer = state.detokenizer
         stop_string = detokenizer.update(new_token_ids, finish_reason is FinishReason.STOP)
         if stop_string is not None:
             finish_reason, stop_reason = FinishReason.STOP, stop_string
             # of several tokens in one step, those behind the stop string were never part of the answer
-            surplus = state.stats.num_generation_tokens - detokenizer.num_output_tokens()
-            if surplus:
-                kept = len(new_token_ids) - surplus
-                new_token_ids = new_token_ids[:kept]
-                new_logprobs = new_logprobs.slice(0, kept) if new_logprobs is not None else None
+            kept = len(new_token_ids) - (state.stats.num_generation_tokens - detokenizer.num_output_tokens())
+            new_token_ids = new_token_ids[:kept]
+            new_logprobs = new_logprobs.slice(0, kept) if new_logprobs is not None else None
         if state.logprobs is not None:
             if output.new_prompt_logprobs_tensors is not None:
                 state.logprobs.update_prompt(output.new_prompt_logprobs_tensors)
@@ -228,29 +203,16 @@ class OutputProcessor:
         `internal`: ids of ours, a parent's included, which stands for its children; otherwise the caller's ids, each of which
         stands for every request that carries it. Results as process_outputs: outputs without a queue, ids to abort in the engine.
         """
-        request_outputs: list[RequestOutput] = []
-        reqs_to_abort: list[str] = []
+        ids: list[str] = []
         for given in request_ids:
-            ids: Iterable[str] = (given,)
             if not internal:
-                ids = sorted(self.external_req_ids.get(given, ()))
+                ids += sorted(self.external_req_ids.get(given, ()))
             elif (parent := self.parent_requests.get(given)) is not None:
-                ids = sorted(parent.child_requests)
-            for request_id in ids:
-                state = self.request_states.get(request_id)
-                if state is None:
-                    continue
-                try:
-                    output = state.make_request_output([], FinishReason.ABORT, None)
-                except Exception as e:  # clean-up must reach its end
-                    output = self._failed(state, e)
-                if output is not None and state.queue is not None:
-                    state.queue.put(output)
-                elif output is not None:
-                    request_outputs.append(output)
-                self._finish(state, FinishReason.ABORT, iteration_stats)
-                reqs_to_abort.append(request_id)
-        return request_outputs, reqs_to_abort
+                ids += sorted(parent.child_requests)
+            elif given in self.request_states:
+                ids.append(given)
+        outputs = [EngineCoreOutput(request_id, [], finish_reason=FinishReason.ABORT) for request_id in ids]
+        return self.process_outputs(outputs, 0.0, iteration_stats)[0], ids
 
     def propagate_error(self, error: EngineDeadError) -> None:
         """The engine is gone: every reader gets `error`, and nothing is in flight any more."""
@@ -274,7 +236,7 @@ class OutputProcessor:
         siblings.remove(state.request_id)
         if not siblings:
             del self.external_req_ids[state.external_req_id]
-        iteration_stats.update_from_finished_request(finish_reason, state.num_prompt_tokens, state.max_tokens_param, state.stats)
+        iteration_stats.update_from_finished_request(finish_reason, len(state.prompt_token_ids), state.max_tokens_param, state.stats)
         parent, num_tokens, n = state.parent, state.stats.num_generation_tokens, 1
         if parent is not None:
             parent.max_num_generation_tokens = num_tokens = max(parent.max_num_generation_tokens, num_tokens)

@@ -63,11 +63,9 @@ class IterationStats:
     time_to_first_tokens_iter: list[float] = field(default_factory=list)
     inter_token_latencies: Counter[float] = field(default_factory=Counter)  #: seconds → how many outputs came after that interval
 
-    def update_from_output(
-        self, output: EngineCoreOutput, engine_core_timestamp: float, is_prefilling: bool, req_stats: RequestStateStats
-    ) -> None:
-        """Count one output. `is_prefilling`: no output of this request had a token before this one."""
-        num_new = len(output.new_token_ids)
+    def update_from_output(self, output: EngineCoreOutput, engine_core_timestamp: float, req_stats: RequestStateStats) -> None:
+        """Count one output."""
+        num_new, is_first = len(output.new_token_ids), not req_stats.num_generation_tokens
         self.num_generation_tokens += num_new
         req_stats.num_generation_tokens += num_new
         for event in output.events or ():
@@ -84,7 +82,7 @@ class IterationStats:
             self.num_prompt_tokens += output.prefill_stats.num_prompt_tokens
         if not num_new:  # a request that ended without a token (abort, error) has no token times
             return
-        if is_prefilling:
+        if is_first:
             req_stats.first_token_ts = engine_core_timestamp
             self.time_to_first_tokens_iter.append(self.iteration_timestamp - req_stats.arrival_time)
         else:

@@ -27,17 +27,17 @@ from mini_engine.step import KVCacheConfig, SchedulerOutput
 class AsyncScheduler(Scheduler):
     """Scheduler for EngineCore.step_with_batch_queue()."""
 
-    def __init__(self, config: EngineConfig, kv_cache_config: KVCacheConfig, max_model_len: int, log_stats: bool = True) -> None:
-        super().__init__(config, kv_cache_config, max_model_len, log_stats)
+    def __init__(self, config: EngineConfig, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
+        super().__init__(config, kv_cache_config, max_model_len)
         self._in_flight: dict[int, list[Request]] = {}  #: step → whose tokens it samples
 
     def schedule(self) -> SchedulerOutput:
         assert len(self._in_flight) < 2, f"steps {list(self._in_flight)} are not accounted for"
         output = super().schedule()
-        requests = self.requests
+        step_id, requests = output.step_id, self.requests
         for request_id in output.num_scheduled_tokens:
-            requests[request_id].last_step_id = output.step_id
-        sampled = self._in_flight[output.step_id] = [requests[request_id] for request_id in output.sampled_req_ids]
+            requests[request_id].last_step_id = step_id
+        sampled = self._in_flight[step_id] = [requests[request_id] for request_id in output.sampled_req_ids]
         for request in sampled:
             request.num_output_placeholders += 1
         return output

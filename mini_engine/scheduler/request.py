@@ -14,10 +14,11 @@ vLLM: v1/request.py
 import enum
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Self
 
 from mini_engine.exceptions import VLLMValidationError
-from mini_engine.kv_cache.block_hash import BlockHash
+from mini_engine.kv_cache.block_hash import BlockHash, CacheableRequest
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.wire.messages import EngineCoreEvent, EngineCoreEventType, EngineCoreRequest, FinishReason, PrefillStats
 
@@ -31,7 +32,6 @@ class RequestStatus(enum.IntEnum):
     FINISHED_STOPPED = enum.auto()
     FINISHED_LENGTH_CAPPED = enum.auto()
     FINISHED_ABORTED = enum.auto()
-    FINISHED_ERROR = enum.auto()
 
     @property
     def is_finished(self) -> bool:
@@ -47,75 +47,39 @@ _FINISH_REASONS = {
     RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
     RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
     RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
-    RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
 }
+
+BlockHasher = Callable[[CacheableRequest], list[BlockHash]]  #: kv_cache/block_hash.py::get_request_block_hasher
 
 #: positions of an ADD, and sampling parameters, that would change tokens and that nothing here acts on yet: refused, never ignored
 _UNBUILT_FIELDS = ("mm_features", "pooling_params", "lora_request", "prompt_embeds", "resumable")
 _UNBUILT_PARAMS = ("structured_outputs", "thinking_token_budget", "repetition_detection", "logprob_token_ids")
 
 
+@dataclass(eq=False, repr=False)
 class Request:
     """One live request. Compared by identity; ordered by (priority, arrival_time, request_id), lower first."""
 
-    __slots__ = (
-        "_block_hasher",
-        "all_token_ids",
-        "arrival_time",
-        "block_hashes",
-        "cache_salt",
-        "client_index",
-        "eos_token_id",
-        "events",
-        "last_step_id",
-        "max_num_tokens",
-        "max_tokens",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_output_placeholders",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "num_tokens",
-        "prefill_stats",
-        "priority",
-        "request_id",
-        "sampling_params",
-        "skip_reading_prefix_cache",
-        "status",
-        "stop_reason",
-        "stop_token_ids",
-        "trace_headers",
-    )
+    request_id: str
+    prompt_token_ids: InitVar[list[int]]
+    sampling_params: SamplingParams
+    _: KW_ONLY
+    arrival_time: float = 0.0  #: wall clock
+    client_index: int = 0
+    priority: int = 0
+    cache_salt: str | None = None
+    trace_headers: dict[str, str] | None = None
+    block_hasher: BlockHasher | None = None  #: None: prefix caching is off
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        sampling_params: SamplingParams,
-        *,
-        arrival_time: float | None = None,
-        client_index: int = 0,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        trace_headers: dict[str, str] | None = None,
-        block_hasher: "Callable[[Request], list[BlockHash]] | None" = None,
-    ) -> None:
-        assert prompt_token_ids and sampling_params.max_tokens is not None
-        # never changed after construction
-        self.request_id = request_id
-        self.client_index = client_index
-        self.priority = priority
-        self.arrival_time = time.time() if arrival_time is None else arrival_time
-        self.cache_salt = cache_salt
-        self.trace_headers = trace_headers
-        self.sampling_params = sampling_params
-        self.max_tokens = sampling_params.max_tokens
-        self.eos_token_id = sampling_params._eos_token_id
-        self.stop_token_ids = frozenset(sampling_params.stop_token_ids or ())
-        self.skip_reading_prefix_cache = bool(sampling_params.skip_reading_prefix_cache)
+    def __post_init__(self, prompt_token_ids: list[int]) -> None:
+        params = self.sampling_params
+        assert prompt_token_ids and params.max_tokens is not None
+        # never changed after construction, as the fields above
+        self.eos_token_id = params._eos_token_id
+        self.stop_token_ids = frozenset(params.stop_token_ids or ())
+        self.skip_reading_prefix_cache = bool(params.skip_reading_prefix_cache)
         self.num_prompt_tokens = len(prompt_token_ids)
-        self._block_hasher = block_hasher
-        self.max_num_tokens = self.num_prompt_tokens + self.max_tokens  #: where it ends by length; the scheduler lowers it to its own
+        self.max_num_tokens = self.num_prompt_tokens + params.max_tokens  #: the scheduler lowers it to its own limit
         # grows with every sampled token
         self.all_token_ids = list(prompt_token_ids)  #: prompt, then output
         self.num_tokens = self.num_prompt_tokens  #: len(all_token_ids)
@@ -133,9 +97,7 @@ class Request:
         self.update_block_hashes()
 
     @classmethod
-    def from_engine_core_request(
-        cls, request: EngineCoreRequest, block_hasher: "Callable[[Request], list[BlockHash]] | None" = None
-    ) -> Self:
+    def from_engine_core_request(cls, request: EngineCoreRequest, block_hasher: BlockHasher | None = None) -> Self:
         """The request an ADD asks for. block_hasher: None when prefix caching is off.
 
         Raises VLLMValidationError for what this engine would have to guess or ignore; the caller answers with an ERROR output.
@@ -175,15 +137,6 @@ class Request:
     def __repr__(self) -> str:
         return f"Request({self.request_id!r}, {self.status.name}, computed {self.num_computed_tokens} of {self.num_tokens} tokens)"
 
-    @property
-    def output_token_ids(self) -> list[int]:
-        """A copy of what was sampled so far."""
-        return self.all_token_ids[self.num_prompt_tokens :]
-
-    @property
-    def num_output_tokens(self) -> int:
-        return self.num_tokens - self.num_prompt_tokens
-
     def append_output_token_id(self, token_id: int) -> None:
         """One sampled token more. Its block is hashed when it is published, not here: this runs for every token."""
         self.all_token_ids.append(token_id)
@@ -191,8 +144,8 @@ class Request:
 
     def update_block_hashes(self) -> None:
         """Hash the full blocks that have no hash yet. Costs O(new tokens)."""
-        if self._block_hasher is not None:
-            self.block_hashes += self._block_hasher(self)
+        if self.block_hasher is not None:
+            self.block_hashes += self.block_hasher(self)
 
     def record_event(self, event_type: EngineCoreEventType, timestamp: float | None = None) -> None:
         """Remember an event for the next output. The clock is monotonic; None is now."""
@@ -200,7 +153,5 @@ class Request:
 
     def take_events(self) -> list[EngineCoreEvent] | None:
         """Hand over the events not yet sent; None when there are none, which is what the wire wants."""
-        if not self.events:
-            return None
         events, self.events = self.events, []
-        return events
+        return events or None

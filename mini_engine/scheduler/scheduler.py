@@ -25,9 +25,9 @@ from mini_engine.kv_cache.block_hash import BlockHash
 from mini_engine.kv_cache.kv_cache_manager import KVCacheManager
 from mini_engine.scheduler.request import Request, RequestStatus
 from mini_engine.scheduler.request_queue import create_request_queue
-from mini_engine.scheduler.utils import check_queues, check_stop, make_prefill_stats
+from mini_engine.scheduler.utils import check_queues, check_stop
 from mini_engine.step import KVCacheConfig, ModelRunnerOutput, NewRequestData, SchedulerOutput
-from mini_engine.wire.messages import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, SchedulerStats
+from mini_engine.wire.messages import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, PrefillStats, SchedulerStats
 
 IDLE_CHECK_SHARE = 0.01  #: at most this share of the time goes into the full self-check of an idle engine
 
@@ -35,17 +35,14 @@ IDLE_CHECK_SHARE = 0.01  #: at most this share of the time goes into the full se
 class Scheduler:
     """All requests of one engine core. `max_model_len` is the effective one: no request can outgrow the pool, it ends by length first."""
 
-    def __init__(self, config: EngineConfig, kv_cache_config: KVCacheConfig, max_model_len: int, log_stats: bool = True) -> None:
-        self.log_stats = log_stats
+    def __init__(self, config: EngineConfig, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
         self.policy = config.scheduling_policy
         self.max_num_running_reqs = config.max_num_seqs
         self.max_num_scheduled_tokens = config.max_num_batched_tokens
         self.long_prefill_token_threshold = config.long_prefill_token_threshold
         self.check_every_step = config.check
         self.block_size = kv_cache_config.block_size
-        self.kv_cache_manager = KVCacheManager(
-            kv_cache_config.num_blocks, self.block_size, config.enable_prefix_caching, overlay=config.overlay
-        )
+        self.kv_cache_manager = KVCacheManager(kv_cache_config.num_blocks, self.block_size, config.enable_prefix_caching, config.overlay)
         self.max_model_len = min(max_model_len, (kv_cache_config.num_blocks - 1) * self.block_size)
 
         self.requests: dict[str, Request] = {}  #: id → request, all that are not finished: running and waiting together
@@ -55,8 +52,7 @@ class Scheduler:
         self.step_id = 0
         self._refused: tuple[Request, int, BlockHash | None] | None = None  #: see _still_refused
         self._next_idle_check = 0.0  #: monotonic
-        if "scheduler.schedule" in config.overlay:
-            theirs = overlays.load(config.overlay, "scheduler.schedule", None)
+        if (theirs := overlays.load(config.overlay, "scheduler.schedule", None)) is not None:
             self.schedule = MethodType(theirs, self)  # type: ignore[method-assign]
 
     # ── what comes in, what goes out ───────────────────────────────────────────────────────────────────
@@ -75,8 +71,7 @@ class Scheduler:
         request.max_num_tokens = min(request.max_num_tokens, self.max_model_len)
         self.requests[request.request_id] = request
         self.waiting.add_request(request)
-        if self.log_stats:
-            request.record_event(EngineCoreEventType.QUEUED)
+        request.record_event(EngineCoreEventType.QUEUED)
 
     def finish_requests(self, request_ids: Iterable[str] | None, status: RequestStatus) -> list[tuple[str, int]]:
         """End requests from outside (abort, shutdown); None means all. Unknown and finished ids are ignored: aborts arrive twice.
@@ -194,8 +189,7 @@ class Scheduler:
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = request.num_cached_tokens = 0
         request.num_preemptions += 1
-        if self.log_stats:
-            request.record_event(EngineCoreEventType.PREEMPTED, now)
+        request.record_event(EngineCoreEventType.PREEMPTED, now)
         self.waiting.prepend_request(request)
         output.preempted_req_ids.append(request_id)
         return restored
@@ -218,9 +212,13 @@ class Scheduler:
             request_id = request.request_id
             self.kv_cache_manager.record_prefix_cache_stats(request, num_computed)
             if request.num_preemptions == 0:
-                request.prefill_stats = make_prefill_stats(request.num_prompt_tokens, num_computed)
-            if self.log_stats:
-                request.record_event(EngineCoreEventType.SCHEDULED, now)
+                request.prefill_stats = PrefillStats(
+                    num_prompt_tokens=request.num_prompt_tokens,
+                    num_computed_tokens=request.num_prompt_tokens - num_computed,
+                    num_cached_tokens=num_computed,
+                    num_local_cached_tokens=num_computed,
+                )
+            request.record_event(EngineCoreEventType.SCHEDULED, now)
             output.scheduled_new_reqs.append(
                 NewRequestData(
                     req_id=request_id,
@@ -264,7 +262,8 @@ class Scheduler:
         row = 0  #: of logprobs
         stopped_any = False
         for request, token_ids in zip(self._sampled_requests(scheduler_output), model_output.sampled_token_ids, strict=True):
-            first_row, row = row, row + len(token_ids)
+            if logprobs is not None:
+                first_row, row = row, row + len(token_ids)
             if request is None:
                 continue
             stopped = False
@@ -295,24 +294,20 @@ class Scheduler:
                     token_ids,
                     new_logprobs,
                     prompt_logprobs.get(request.request_id) if prompt_logprobs else None,
-                    None,
-                    finish_reason,
-                    request.stop_reason,
-                    request.take_events() if request.events else None,
-                    None,
-                    None,
-                    request.trace_headers,
-                    prefill_stats,
+                    finish_reason=finish_reason,
+                    stop_reason=request.stop_reason,
+                    events=request.take_events() if request.events else None,
+                    trace_headers=request.trace_headers,
+                    prefill_stats=prefill_stats,
                 )
             )
         if stopped_any:
             self._remove_finished_from_running()
 
         messages = {client_index: EngineCoreOutputs(outputs=outs) for client_index, outs in outputs.items()}
-        if self.log_stats:
-            if not messages:
-                messages[0] = EngineCoreOutputs()
-            next(iter(messages.values())).scheduler_stats = self.make_stats()
+        if not messages:
+            messages[0] = EngineCoreOutputs()
+        next(iter(messages.values())).scheduler_stats = self.make_stats()
         if self.check_every_step:
             self.check()
         return messages
@@ -323,20 +318,9 @@ class Scheduler:
 
     # ── questions ──────────────────────────────────────────────────────────────────────────────────────
 
-    def has_unfinished_requests(self) -> bool:
-        return bool(self.requests)
-
-    def has_finished_requests(self) -> bool:
-        """Whether the worker still has to be told of some: one more step, an empty one perhaps."""
-        return bool(self.finished_req_ids)
-
     def has_requests(self) -> bool:
         """Whether a step is needed."""
         return bool(self.requests or self.finished_req_ids)
-
-    def get_request_counts(self) -> tuple[int, int]:
-        """(running, waiting)."""
-        return len(self.running), len(self.waiting)
 
     def make_stats(self) -> SchedulerStats:
         """Levels now, and prefix-cache counts since the last call."""

@@ -1,12 +1,11 @@
-"""When a request is over, where its prompt came from, and whether the queues are in order: no state of their own.
+"""When a request is over, and whether the queues are in order: no state of their own.
 
-Inside forms 6 and 8 of a request.    vLLM: v1/core/sched/utils.py, v1/metrics/stats.py::PrefillStats.set
+Inside forms 6 and 8 of a request.    vLLM: v1/core/sched/utils.py
 """
 
 from collections.abc import Mapping, Sequence
 
 from mini_engine.scheduler.request import Request, RequestStatus
-from mini_engine.wire.messages import PrefillStats
 
 
 def check_stop(request: Request) -> bool:
@@ -27,16 +26,6 @@ def check_stop(request: Request) -> bool:
     else:
         return False
     return True
-
-
-def make_prefill_stats(num_prompt_tokens: int, num_cached_tokens: int) -> PrefillStats:
-    """Of a first admission; num_cache_creation_tokens is known with the first output only."""
-    return PrefillStats(
-        num_prompt_tokens=num_prompt_tokens,
-        num_computed_tokens=num_prompt_tokens - num_cached_tokens,
-        num_cached_tokens=num_cached_tokens,
-        num_local_cached_tokens=num_cached_tokens,
-    )
 
 
 def check_queues(requests: Mapping[str, Request], running: Sequence[Request], waiting: Sequence[Request]) -> None:

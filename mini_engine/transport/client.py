@@ -131,15 +131,13 @@ class AsyncMPClient:
             self._loop.call_soon(self._flush_aborts)
         self._aborts.extend(request_ids)
 
-    async def abort_requests_async(self, request_ids: list[str]) -> None:
-        self.abort_requests(request_ids)
-
     async def call_utility_async(self, method: str, *args: object) -> object:
         """Run a method of every EngineCore, between steps, and return the first engine's result.
 
         Waits as long as the engine does not answer; bound it with asyncio.timeout. Raises EngineGenerateError with the engine's own
         words when the method fails, EngineDeadError when the engine is gone. A cancelled call leaves nothing behind.
         """
+        self._flush_aborts()  # what was aborted before this call is aborted before the engine sees it
         calls = {self._new_call_id(): identity for identity in self._identities}
         try:
             for call_id, identity in calls.items():
@@ -191,6 +189,8 @@ class AsyncMPClient:
 
     def _flush_aborts(self) -> None:
         request_ids, self._aborts = self._aborts, []
+        if not request_ids:  # a utility call has sent them already
+            return
         try:
             for identity in self._identities:
                 self._send(identity, EngineCoreRequestType.ABORT, request_ids)

@@ -63,10 +63,9 @@ class MsgpackEncoder:
             self._aux = []
         return frames
 
-    def _enc_hook(self, obj: object) -> Any:
-        if not isinstance(obj, np.ndarray):
-            raise TypeError(f"{type(obj).__name__} {obj!r:.80} has no wire form: send builtins, messages of wire/ or arrays")
-        array = obj
+    def _enc_hook(self, array: object) -> Any:
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"{type(array).__name__} {array!r:.80} has no wire form: send builtins, messages of wire/ or arrays")
         dtype = array.dtype.str
         if dtype not in _NUMPY_TYPES:
             raise TypeError(f"an array of dtype {array.dtype} has no wire form; known: {', '.join(_NAMES)}")
@@ -106,26 +105,22 @@ class MsgpackDecoder:
         if not (isinstance(wanted, type) and issubclass(wanted, np.ndarray)):
             raise ValueError(f"no way to decode a {wanted}")
         match obj:
-            case [str(name), [*shape], (int() | memoryview()) as data] if not isinstance(data, bool):
+            case [str(name), [*shape], data] if all(type(n) is int and n >= 0 for n in shape):
                 pass
             case _:
-                raise ValueError("an array must be [dtype, shape, frame index or Ext 3]")
+                raise ValueError(f"an array must be [dtype, shape (ints >= 0), frame index or Ext {RAW_VIEW}], got {obj!r:.80}")
         types = _TORCH_TYPES if wanted is Tensor else _NUMPY_TYPES
         if name not in types:
             note = " (numpy cannot hold it)" if name == "bfloat16" else ""
             raise ValueError(f"dtype must be one of {', '.join(types)}, got {name!r}{note}")
-        if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in shape):
-            raise ValueError(f"shape must be non-negative ints, got {shape!r:.80}")
-        if isinstance(data, int):
-            if not 1 <= data < len(self._frames):
-                raise ValueError(f"frame index must be in [1, {len(self._frames) - 1}], got {data}")
-            view = memoryview(self._frames[data])
-        else:
-            view = data
+        if type(data) is int and 1 <= data < len(self._frames):
+            data = memoryview(self._frames[data])
+        if not isinstance(data, memoryview):
+            raise ValueError(f"data must be Ext {RAW_VIEW} or a frame index in [1, {len(self._frames) - 1}], got {data!r:.80}")
         dtype = types[name]
-        if math.prod(shape) * dtype.itemsize != view.nbytes:
-            raise ValueError(f"{name} of shape {shape!r:.80} does not fit {view.nbytes} bytes")
-        array = wanted(shape, dtype, view)
+        if math.prod(shape) * dtype.itemsize != data.nbytes:
+            raise ValueError(f"{name} of shape {shape!r:.80} does not fit {data.nbytes} bytes")
+        array = wanted(shape, dtype, data)
         array.flags.writeable = False
         return array
 

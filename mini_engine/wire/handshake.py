@@ -43,26 +43,26 @@ class EngineHandshakeMetadata(msgspec.Struct):
     parallel_config: dict[str, object] = {}
 
 
-class EngineCoreReadyResponse(msgspec.Struct):
+class EngineCoreReadyResponse(msgspec.Struct, kw_only=True):
     """The ready frame: what the engine decided and the front-end has to respect. An empty frame is allowed too."""
 
     max_model_len: int
     num_gpu_blocks: int
     block_size: int
-    dp_stats_address: str | None
+    dp_stats_address: str | None = None
     dtype: str
     vllm_version: str
-    world_size: int
-    data_parallel_size: int
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
-    decode_context_parallel_size: int
+    world_size: int = 1
+    data_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
     data_parallel_rank: int
     max_num_seqs: int
     max_num_batched_tokens: int
     instance_id: str
-    supports_lora: bool
-    max_loras: int
+    supports_lora: bool = False
+    max_loras: int = 0
     mamba_block_size: int | None = None
     kv_cache_size_tokens: int | None = None
     kv_cache_max_concurrency: float | None = None

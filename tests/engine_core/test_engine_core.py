@@ -15,6 +15,7 @@ from mini_engine.engine_core.utility import invoke_utility, utility
 from mini_engine.exceptions import EngineGenerateError, VLLMValidationError
 from mini_engine.executor.mock import MockExecutor, mock_generate
 from mini_engine.sampling_params import SamplingParams
+from mini_engine.scheduler.request import Request
 from mini_engine.wire.messages import EngineCoreEventType, FinishReason
 from tests.engine_core.harness import VOCAB_SIZE, Streams, make_request, mock_config, write_model
 
@@ -176,7 +177,7 @@ def test_what_cannot_be_served_is_one_error_output_and_nobody_elses(make_client,
 
 def test_a_fault_of_ours_while_preparing_a_request_is_that_requests_error(make_client, monkeypatch):
     client = make_client()
-    monkeypatch.setattr(client.engine_core, "preprocess_add_request", lambda request: 1 / 0)
+    monkeypatch.setattr(Request, "from_engine_core_request", lambda request, block_hasher: 1 / 0)
     client.add_request(make_request("r", [1]))
     assert "ZeroDivisionError" in drain(client).last["r"].stop_reason
 

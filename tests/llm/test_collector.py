@@ -28,7 +28,7 @@ def output(text: str, token_ids: list[int], index: int = 0, finish: str | None =
 )
 def test_whatever_is_merged_the_reader_gets_everything(tokens: list[tuple[int, int]], reads: list[bool], kind: RequestOutputKind) -> None:
     """n = 3 answers; after each put the reader reads or lags. Per index: all tokens, in order, and the last finish reason."""
-    collector = RequestOutputCollector(kind, "r")
+    collector = RequestOutputCollector(kind)
     last = {index: i for i, (index, _) in enumerate(tokens)}
     so_far: dict[int, list[int]] = {0: [], 1: [], 2: []}
     got: dict[int, list[int]] = {0: [], 1: [], 2: []}
@@ -63,7 +63,7 @@ def test_whatever_is_merged_the_reader_gets_everything(tokens: list[tuple[int, i
 
 
 def test_an_exception_waits_behind_unread_output() -> None:
-    collector = RequestOutputCollector(DELTA, "r")
+    collector = RequestOutputCollector(DELTA)
     collector.put(output("a", [1]))
     collector.put(EngineDeadError("gone"))
     collector.put(EngineDeadError("again"))
@@ -75,7 +75,7 @@ def test_an_exception_waits_behind_unread_output() -> None:
 
 
 def test_an_exception_after_an_unread_final_output_is_dropped() -> None:
-    collector = RequestOutputCollector(DELTA, "r")
+    collector = RequestOutputCollector(DELTA)
     collector.put(output("a", [1], finish="stop"))
     collector.put(EngineDeadError("gone"))
     read = collector.get_nowait()
@@ -85,7 +85,7 @@ def test_an_exception_after_an_unread_final_output_is_dropped() -> None:
 
 @pytest.mark.anyio
 async def test_get_waits_for_put() -> None:
-    collector = RequestOutputCollector(DELTA, "r")
+    collector = RequestOutputCollector(DELTA)
     for item in (output("a", [1]), EngineDeadError("gone")):
         waiter = asyncio.create_task(collector.get())
         await asyncio.sleep(0)
@@ -101,7 +101,7 @@ async def test_get_waits_for_put() -> None:
 
 @pytest.mark.anyio
 async def test_a_cancelled_get_loses_no_output() -> None:
-    collector = RequestOutputCollector(DELTA, "r")
+    collector = RequestOutputCollector(DELTA)
     waiter = asyncio.create_task(collector.get())
     await asyncio.sleep(0)
     await anyio.wait_all_tasks_blocked()

@@ -112,8 +112,6 @@ def test_wrong_params_name_the_parameter(params: SamplingParams, parameter: str,
 
 
 def test_everything_else_is_carried() -> None:
-    request = input_processor().process_inputs(
-        "r", [5], SamplingParams(), arrival_time=3.5, priority=2, cache_salt="s", trace_headers={"traceparent": "x"}
-    )
-    assert (request.arrival_time, request.priority, request.cache_salt, request.trace_headers) == (3.5, 2, "s", {"traceparent": "x"})
+    request = input_processor().process_inputs("r", [5], SamplingParams(), arrival_time=3.5, priority=2, cache_salt="s")
+    assert (request.arrival_time, request.priority, request.cache_salt) == (3.5, 2, "s")
     assert (request.mm_features, request.pooling_params, request.lora_request, request.resumable) == (None, None, None, False)

@@ -47,9 +47,9 @@ class Answer:
 class Reader:
     """Collects a request's outputs as a client would, and checks that none follows the terminal one."""
 
-    def __init__(self, kind: RequestOutputKind, n: int = 1, request_id: str = "r") -> None:
+    def __init__(self, kind: RequestOutputKind, n: int = 1) -> None:
         self.kind = kind
-        self.collector = RequestOutputCollector(kind, request_id)
+        self.collector = RequestOutputCollector(kind)
         self.answers = [Answer() for _ in range(n)]
         self.finals = 0
 
@@ -76,15 +76,8 @@ class Reader:
 
 def start(processor: OutputProcessor, params: SamplingParams, reader: Reader, prompt: tuple[int, ...] = (5, 6, 7)) -> list[str]:
     """Register a request as AsyncLLM does; the ids that the engine knows."""
-    request = make_request(params, prompt)
-    if params.n == 1:
-        processor.add_request(request, None, queue=reader.collector)
-        return [request.request_id]
-    parent = ParentRequest(request.request_id, params)
-    children = parent.children(request)
-    for index, child in enumerate(children):
-        processor.add_request(child, None, parent, index, reader.collector)
-    return [child.request_id for child in children]
+    sent = processor.add_request(make_request(params, prompt), None, reader.collector)
+    return [request.request_id for request in sent]
 
 
 def with_logprobs(output: EngineCoreOutput) -> EngineCoreOutput:

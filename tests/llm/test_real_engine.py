@@ -105,8 +105,8 @@ async def test_what_only_the_engine_refuses_is_an_error_of_that_request(model: P
         request = engine.input_processor.process_inputs("r", [5], greedy(3))
         assert request.sampling_params is not None
         request.sampling_params.max_tokens = None  # no front-end sends this
-        collector = RequestOutputCollector(DELTA, request.request_id)
-        engine.output_processor.add_request(request, None, queue=collector)
+        collector = RequestOutputCollector(DELTA)
+        engine.output_processor.add_request(request, None, collector)
         await engine.client.add_request_async(request)
         async with asyncio.timeout(DEADLINE_S):
             output = await collector.get()
@@ -137,7 +137,7 @@ async def test_whoever_leaves_frees_the_engine(model: Path, n: int) -> None:
                     assert not await engine.reset_prefix_cache()
                     break
             assert engine.statistics().requests == OutputProcessorStats(0, 0, 0)
-            assert await engine.reset_prefix_cache()  # sent after the abort, answered after it
+            assert await engine.reset_prefix_cache()  # a call is sent after what was aborted before it
         assert len(await collect(engine, [5], greedy(3))) == 3
 
 

@@ -57,8 +57,8 @@ def scrape(logger: PrometheusStatLogger) -> dict[str, dict[tuple[tuple[str, str]
 
 def finished_request() -> IterationStats:
     stats, request = IterationStats(iteration_timestamp=102.0), RequestStateStats(arrival_time=100.0)
-    stats.update_from_output(EngineCoreOutput("r", [7], prefill_stats=PrefillStats(40, 8, 32)), 11.0, True, request)
-    stats.update_from_output(EngineCoreOutput("r", [8]), 11.02, False, request)
+    stats.update_from_output(EngineCoreOutput("r", [7], prefill_stats=PrefillStats(40, 8, 32)), 11.0, request)
+    stats.update_from_output(EngineCoreOutput("r", [8]), 11.02, request)
     stats.update_from_finished_request(FinishReason.STOP, 40, 16, request)
     stats.n_params_iter.append(1)
     stats.max_num_generation_tokens_iter.append(2)

@@ -164,7 +164,7 @@ def test_nobody_is_admitted_past_a_request_that_sits_out() -> None:
     engine.abort(["other"])
     engine.add("new", [99], make_params(max_tokens=1))
     output = engine.step()
-    assert output.num_scheduled_tokens == {} and engine.scheduler.get_request_counts()[1] == 1
+    assert output.num_scheduled_tokens == {} and len(engine.scheduler.waiting) == 1
     assert list(engine.step().num_scheduled_tokens) == ["long", "new"]
     engine.run()
 
@@ -190,7 +190,7 @@ def test_preempted_request_may_end_in_the_queue() -> None:
         engine.add(name, tokens_of(10 * ord(name), 7), make_params(max_tokens=12, eos=stop if name == "c" else None))
     until_preemption(engine)
     assert engine.seen["ended in the queue"] == 1
-    assert engine.outputs["c"][-1].finish_reason is FinishReason.STOP and engine.scheduler.get_request_counts() == (2, 0)
+    assert engine.outputs["c"][-1].finish_reason is FinishReason.STOP and engine.counts() == (2, 0)
     engine.run()
 
 

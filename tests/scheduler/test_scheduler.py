@@ -58,7 +58,7 @@ def test_max_num_seqs_limits_the_running_ones() -> None:
     for i in range(4):
         engine.add(f"r{i}", tokens_of(10 * i, 3), make_params(max_tokens=i + 1))
     assert list(engine.step().num_scheduled_tokens) == ["r0", "r1"]
-    assert engine.scheduler.get_request_counts() == (1, 2)  # r0 wanted one token only
+    assert engine.counts() == (1, 2)  # r0 wanted one token only
     assert list(engine.step().num_scheduled_tokens) == ["r1", "r2"]
 
 
@@ -308,7 +308,7 @@ def test_waiting_head_costs_one_lookup_a_step() -> None:
     engine.step()
     engine.add("waiting", [*tokens_of(0, 160), *tokens_of(1000, 60)], make_params(max_tokens=1))
     engine.step()
-    assert engine.scheduler.get_request_counts() == (1, 1)
+    assert engine.counts() == (1, 1)
     pool = engine.scheduler.kv_cache_manager.block_pool
     lookups: list[bytes] = []
     pool.get_cached_block = lambda h: lookups.append(h) or type(pool).get_cached_block(pool, h)  # type: ignore[method-assign, func-returns-value]
@@ -349,7 +349,7 @@ def test_abort_is_idempotent_and_names_the_clients() -> None:
     scheduler = engine.scheduler
     assert scheduler.finish_requests(["b", "nobody", "a", "b"], RequestStatus.FINISHED_ABORTED) == [("b", 2), ("a", 1)]
     assert scheduler.finish_requests(["a", "b"], RequestStatus.FINISHED_ABORTED) == []
-    assert scheduler.get_request_counts() == (0, 0) and not scheduler.has_unfinished_requests() and scheduler.has_finished_requests()
+    assert engine.counts() == (0, 0) and not scheduler.requests and scheduler.has_requests()  # the worker has to be told
     assert engine.step().finished_req_ids == ["b", "a"]
     assert not scheduler.has_requests()
 

@@ -131,6 +131,10 @@ class Engine:
     def tokens(self, request_id: str) -> list[int]:
         return [token for out in self.outputs[request_id] for token in out.new_token_ids]
 
+    def counts(self) -> tuple[int, int]:
+        """(running, waiting)."""
+        return len(self.scheduler.running), len(self.scheduler.waiting)
+
     def _count(self, output: SchedulerOutput, running: list[str]) -> None:
         seen = self.seen
         seen["step"] += 1
@@ -224,6 +228,6 @@ def run_trace(seed: int, depth: int = 1) -> Engine:
         assert all(out.finish_reason is None for out in outputs[:-1]), f"{request_id}: more after its last output"
     num_aborted = sum(n for name, n in engine.seen.items() if name.startswith("aborted"))
     assert engine.seen["never ended"] + engine.seen["id used again"] == num_aborted
-    assert engine.scheduler.get_request_counts() == (0, 0) and not engine.worker.tokens
+    assert engine.counts() == (0, 0) and not engine.worker.tokens
     engine.seen["eviction"] += engine.scheduler.kv_cache_manager.statistics().num_evictions
     return engine
