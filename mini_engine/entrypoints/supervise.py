@@ -51,6 +51,7 @@ FrontEndKind = Literal["inline", "python", "rust"]
 RUST_SEAMS = ("wire.codec", "text.detokenizer", "text.stop", "server.sse")  #: parts that vllm-rs has of its own
 KILL_AFTER_S = 5.0  #: beyond the time that open requests have
 PROBE_S = 0.05
+SIGNAL_SLICE_S = 1.0
 
 _Event = tuple[str, int | None, str]  #: (front-end or engine, exit status of a front-end, what to say)
 
@@ -184,13 +185,20 @@ def run_supervised(engine_config: EngineConfig, server_config: ServerConfig, rem
             if event is None:
                 print_ready(sock, prepared.model_name)
                 with contextlib.suppress(SystemExit, KeyboardInterrupt):  # asked to stop
-                    event = events.get()
+                    event = _wait(events)
             return _end(event, front_ends, options.kind)
         finally:
             with contextlib.suppress(SystemExit):  # a second SIGTERM adds nothing; a second Ctrl-C is exit 130
                 front_ends.stop()
             if handles is not None:
                 _stop_engine(handles, listeners)
+
+
+def _wait(events: "queue.SimpleQueue[_Event]") -> _Event:
+    """The next event. In slices: a signal that comes just before a wait begins is heard only when that wait ends."""
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return events.get(timeout=SIGNAL_SLICE_S)
 
 
 def _stop_engine(handles: EngineHandles, listeners: Sequence[Listeners]) -> None:
