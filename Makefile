@@ -15,8 +15,11 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/installed
 PIP := $(PY) -m pip --disable-pip-version-check --no-input install --quiet -c constraints.txt
 
-.PHONY: serve chat model test soak interop check size oracle gpu-check clean
+.PHONY: help serve chat model test soak interop check size oracle gpu-check clean
 .DEFAULT_GOAL := serve
+
+help:  ## these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
 
 serve: $(STAMP)  ## API server with the default model
 	@exec $(VENV)/bin/mini-engine serve $(ARGS)

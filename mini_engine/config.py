@@ -6,11 +6,14 @@ API server needs. Field names are vLLM's flags with underscores; the defaults ar
 Stands before a request's path, imported by both sides.    vLLM: config/, engine/arg_utils.py
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
-from mini_engine.exceptions import VLLMValidationError
+import msgspec
+
+from mini_engine.exceptions import VLLMValidationError, wrong_type
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  #: a name, resolved by model/default_model.py to a directory in the user's cache
 
@@ -24,13 +27,25 @@ Quantization = Literal["none", "int8"]
 OVERLAY_SEAMS = ("wire.codec", "scheduler.schedule", "kv_cache.block_pool", "text.detokenizer", "text.stop", "server.sse")
 
 
-def _one_of(name: str, value: object, allowed: tuple[Any, ...]) -> None:
-    if value not in allowed:
-        raise VLLMValidationError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}", parameter=name)
+def _check_types(config: Any, prefix: str = "") -> None:
+    """Every field against its annotation; nothing is converted."""
+    for field_ in fields(config):
+        try:
+            msgspec.convert(value := getattr(config, field_.name), field_.type)
+        except msgspec.ValidationError:
+            raise wrong_type(prefix + field_.name, field_.type, value) from None
+
+
+def _known(what: str, given: Mapping[str, object], cls: type) -> None:
+    names = [f.name for f in fields(cls)]
+    if unknown := sorted(map(str, given.keys() - set(names))):
+        hints = [f'; write mock={{"{name[5:]}": …}} for {name}' for name in unknown if name.startswith("mock_")]
+        known = "".join(hints) or f"; there are {', '.join(names)}"
+        raise VLLMValidationError(f"unknown {what}(s): {', '.join(unknown)}{known}", parameter=unknown[0])
 
 
 def _at_least(name: str, value: float | None, minimum: float) -> None:
-    if value is not None and value < minimum:
+    if value is not None and not value >= minimum:
         raise VLLMValidationError(f"{name} must be at least {minimum}, got {value!r}", parameter=name)
 
 
@@ -43,6 +58,11 @@ class MockConfig:
     hang_at_step: int | None = None  #: this step never returns
     vocab_size: int | None = None  #: None: the tokenizer's
     num_blocks: int = 4096  #: KV blocks when num_gpu_blocks_override is not given
+
+    def __post_init__(self) -> None:
+        _check_types(self, "mock.")
+        for name, minimum in (("step_ms", 0), ("crash_at_step", 1), ("hang_at_step", 1), ("vocab_size", 4), ("num_blocks", 1)):
+            _at_least(f"mock.{name}", getattr(self, name), minimum)
 
 
 @dataclass(slots=True)
@@ -72,11 +92,7 @@ class EngineConfig:
     check: bool = False  #: verify the block pool and the queues after every step (MINI_ENGINE_CHECK=1 sets it in the CLI)
 
     def __post_init__(self) -> None:
-        _one_of("executor", self.executor, get_args(ExecutorBackend))
-        _one_of("dtype", self.dtype, get_args(DType))
-        _one_of("quantization", self.quantization, get_args(Quantization))
-        _one_of("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
-        _one_of("async_scheduling", self.async_scheduling, get_args(AsyncScheduling))
+        _check_types(self)
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_threads", "kv_cache_memory_bytes"):
             _at_least(name, getattr(self, name), 1)
         _at_least("num_gpu_blocks_override", self.num_gpu_blocks_override, 2)  # the null block, and one to use
@@ -86,8 +102,12 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs}): "
                 "a step gives every running request one token"
             )
+        if not 0 < self.gpu_memory_utilization <= 1:
+            message = f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}"
+            raise VLLMValidationError(message, parameter="gpu_memory_utilization")
         for seam in self.overlay:
-            _one_of("overlay", seam, OVERLAY_SEAMS)
+            if seam not in OVERLAY_SEAMS:
+                raise VLLMValidationError(f"overlay must be one of {', '.join(OVERLAY_SEAMS)}, got {seam!r}", parameter="overlay")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, for the child process."""
@@ -95,11 +115,12 @@ class EngineConfig:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Inverse of to_dict. Raises VLLMValidationError for an unknown name or a value out of range."""
-        unknown = data.keys() - {f.name for f in fields(cls)}
-        if unknown:
-            raise VLLMValidationError(f"unknown engine option(s): {', '.join(sorted(unknown))}")
-        return cls(**{**data, "mock": MockConfig(**data.get("mock", {}))})
+        """Inverse of to_dict. Raises VLLMValidationError for an unknown name, a wrong type or a value out of range."""
+        _known("engine option", data, cls)
+        if isinstance(mock := data.get("mock"), Mapping):
+            _known("mock option", mock, MockConfig)
+            data = {**data, "mock": MockConfig(**mock)}
+        return cls(**data)
 
 
 @dataclass(slots=True)

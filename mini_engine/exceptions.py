@@ -8,7 +8,8 @@
 Stands beside the request's path, imported by anyone.    vLLM: exceptions.py, v1/engine/exceptions.py
 """
 
-from typing import Any
+from reprlib import repr as short
+from typing import Any, Literal, get_args, get_origin
 
 
 class MiniEngineError(Exception):
@@ -27,6 +28,14 @@ class VLLMValidationError(MiniEngineError, ValueError):
         self.value = value
 
 
+def wrong_type(parameter: str, kind: Any, value: object) -> VLLMValidationError:
+    """`value` is not of the annotated type `kind`."""
+    allowed = f"one of {', '.join(map(str, get_args(kind)))}" if get_origin(kind) is Literal else getattr(kind, "__name__", str(kind))
+    if get_origin(kind) not in (None, Literal):  # list[int] has a __name__ too, "list"
+        allowed = str(kind)
+    return VLLMValidationError(f"{parameter} must be {allowed}, got {short(value)}", parameter=parameter, value=value)
+
+
 class EngineGenerateError(MiniEngineError):
     """One request failed inside the engine (finish_reason "error"); the engine goes on."""
 
@@ -34,5 +43,5 @@ class EngineGenerateError(MiniEngineError):
 class EngineDeadError(MiniEngineError):
     """The EngineCore process is gone or unusable. Nothing that was in flight will be answered."""
 
-    def __init__(self, message: str = "EngineCore died; see its log above for the cause") -> None:
+    def __init__(self, message: str = "EngineCore died") -> None:
         super().__init__(message)

@@ -3,13 +3,15 @@
 Every seam names what the file must define; `load()` imports the file under a private module name and returns that object, so two
 engines in one process can run different overlays. A missing file or name is the user's error, told with both.
 
-    seam                  the file defines             in place of
-    wire.codec            encode(obj) → bytes-like     msgspec's encoder of frame 0 (wire/codec.py); obj: lists, maps, scalars
-    scheduler.schedule    schedule(scheduler) → SchedulerOutput        Scheduler.schedule
-    kv_cache.block_pool   class BlockPool              kv_cache/block_pool.py::BlockPool
-    text.detokenizer      class Detokenizer            text/detokenizer.py::IncrementalDetokenizer
-    text.stop             check_stop_strings(…)        text/stop.py::check_stop_strings
-    server.sse            encode_event(payload) → bytes                server/sse.py::encode_event
+    seam                  the file defines; in place of
+    wire.codec            encode(obj: lists, maps, scalars) → bytes-like; msgspec's encoder of frame 0 in wire/codec.py
+    scheduler.schedule    schedule(scheduler: Scheduler) → SchedulerOutput; Scheduler.schedule
+    kv_cache.block_pool   class BlockPool, all of its methods; kv_cache/block_pool.py::BlockPool
+    text.detokenizer      class Detokenizer(tokenizer: Tokenizer, request: EngineCoreRequest, check_stop: as the next line), with the
+                          methods and attributes of text/detokenizer.py::IncrementalDetokenizer
+    text.stop             check_stop_strings(output_text: str, new_char_count: int, stop: list[str], include_in_output: bool)
+                          → (stop string, length to cut the text to; -1: all) | None; text/stop.py::check_stop_strings
+    server.sse            encode_event(payload: bytes | str, JSON or [DONE]) → bytes of one event; server/sse.py::encode_event
 
 Beside the request's path. No vLLM counterpart.
 """

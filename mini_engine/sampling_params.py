@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from mini_engine.exceptions import VLLMValidationError
+from mini_engine.exceptions import VLLMValidationError, wrong_type
 
 SAMPLING_EPS = 1e-5  #: below this temperature sampling is greedy (vLLM: _SAMPLING_EPS)
 MIN_TEMPERATURE = 1e-2  #: smaller non-zero temperatures are raised to this: logits / t overflows float32 (vLLM: _MAX_TEMP)
@@ -73,7 +73,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     repetition_detection: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        """Normalise, then check ranges. Raises VLLMValidationError naming the parameter and the value."""
+        """Check types, normalise, check ranges. Raises VLLMValidationError naming the parameter and the value."""
+        try:
+            msgspec.convert(self, _Types, from_attributes=True)
+        except msgspec.ValidationError as e:
+            name = str(e).rpartition("$.")[2].rstrip("`").split("[")[0].split(".")[0]
+            raise wrong_type(name, SamplingParams.__annotations__[name], getattr(self, name)) from None
         if 0 < self.temperature < MIN_TEMPERATURE:
             self.temperature = MIN_TEMPERATURE
         if self.seed == -1:
@@ -95,6 +100,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             if not ok:
                 raise VLLMValidationError(f"{name} must be {rule}, got {getattr(self, name)!r}", parameter=name)
 
+        if not isinstance(self.output_kind, RequestOutputKind):  # msgspec would take its number only
+            raise wrong_type("output_kind", RequestOutputKind, self.output_kind)
         check("n", 1 <= self.n <= MAX_N, f"in [1, {MAX_N}]")
         check("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "in [-2, 2]")
         check("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "in [-2, 2]")
@@ -103,6 +110,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         check("n", self.n == 1 or not self.is_greedy, "1 with temperature 0 (greedy: all answers would be the same)")
         check("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]")
         check("top_k", self.top_k >= -1, "0 (all) or at least 1")
+        check("seed", self.seed is None or -(2**63) <= self.seed < 2**64, "a 64-bit integer")
         check("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]")
         check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1")
         check("min_tokens", self.min_tokens >= 0, "at least 0")
@@ -122,3 +130,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     def clone(self) -> "SamplingParams":
         """A copy that shares no container with this one (vLLM: SamplingParams.clone)."""
         return msgspec.msgpack.decode(msgspec.msgpack.encode(self), type=SamplingParams)
+
+
+#: the same fields with nothing behind them: one call into msgspec checks the types of an instance, whoever made it
+_Types = msgspec.defstruct(
+    "_Types", [(name, Any if kind is RequestOutputKind else kind) for name, kind in SamplingParams.__annotations__.items()]
+)

@@ -53,8 +53,17 @@ def run_offline(config: EngineConfig, works: list[Workload], compare: list[str],
         raise VLLMValidationError("--compare needs the real model: leave --executor mock out", parameter="compare")
 
     from mini_engine.model.default_model import describe, resolve_model
+    from mini_engine.render.model_files import ModelFiles
 
     directory, threads = resolve_model(config.model, weights=config.executor != "mock"), config.num_threads or os.cpu_count() or 1
+    longest = config.max_model_len or ModelFiles.load(directory).max_model_len
+    for work in works:
+        if work.input_len + work.output_len > longest:
+            raise VLLMValidationError(
+                f"--input-len {work.input_len} and --output-len {work.output_len} are {work.input_len + work.output_len} tokens, "
+                f"this model takes {longest} at most",
+                parameter="input_len",
+            )
     config = replace(config, model=str(directory), num_threads=threads, enable_prefix_caching=False)
     setup: dict[str, Any] = {
         "model": str(directory),
@@ -95,14 +104,15 @@ def _measure(peers: "dict[str, _Peer]", directory: Path, work: Workload, rounds:
                 result = peer.run({"prompts": prompts, "output_len": output_len})
                 assert result["output_tokens"] == output_len * work.num_prompts, (name, result)
                 least[name][output_len] = min(least[name][output_len], result["seconds"])
-    results = {}
+    results: dict[str, dict[str, Any]] = {}
     for name, seconds in least.items():
-        decode = max(seconds[work.output_len] - seconds[1], 1e-9)
+        decode = seconds[work.output_len] - seconds[1]
+        measurable = decode > 0.05 * seconds[1]  # less is noise, on the mock device mostly
         results[name] = {
             "seconds": round(seconds[work.output_len], 4),
             "first_token_seconds": round(seconds[1], 4),
             "tokens_per_s": round(work.num_prompts * work.output_len / seconds[work.output_len], 2),
-            "decode_tokens_per_s": round(work.num_prompts * (work.output_len - 1) / decode, 2),
+            "decode_tokens_per_s": round(work.num_prompts * (work.output_len - 1) / decode, 2) if measurable else None,
         }
     ours = results["mini_engine"]
     ratio = {name: round(ours["tokens_per_s"] / result["tokens_per_s"], 2) for name, result in results.items() if result is not ours}
@@ -194,7 +204,8 @@ def _print_table(report: dict[str, Any]) -> None:
     for work in report["workloads"]:
         for name, result in work["results"].items():
             ratio = f"{work['ratio'][name]:.2f}" if name in work["ratio"] else ""
-            speeds = (f"{result['tokens_per_s']:,.1f}", f"{result['decode_tokens_per_s']:,.1f}")
+            decode = result["decode_tokens_per_s"]
+            speeds = (f"{result['tokens_per_s']:,.1f}", "n/a" if decode is None else f"{decode:,.1f}")
             table.add_row(str(work["num_prompts"]), str(work["input_len"]), name, *speeds, ratio)
         if "bound_tokens_per_s" in work:
             bound = (f"{work['bound_tokens_per_s']:,.1f}", "", f"{work['share_of_bound']:.2f}")

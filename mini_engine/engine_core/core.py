@@ -79,7 +79,9 @@ class EngineCore:
             raise
         self._block_hasher = get_request_block_hasher(config.block_size) if config.enable_prefix_caching else None
         self.step_fn = self.step_with_batch_queue if self.batch_queue_size > 1 else self.step
-        self.batch_queue: deque[StepInFlight] = deque()  #: oldest first; between two calls of step_fn() at most batch_queue_size - 1
+        #: oldest first; between two calls of step_fn() at most batch_queue_size - 1, and one more after an interrupted one
+        self.batch_queue: deque[StepInFlight] = deque()
+        self.waiting = False  #: for the device. An interrupt (KeyboardInterrupt) here has changed nothing: call step_fn() again
         #: ids to abort before the step in flight is accounted for; see process_aborts_queue
         self.aborts_queue: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         self._num_early_aborts = 0  #: taken from aborts_queue, their twins in the input queue not yet seen
@@ -204,11 +206,13 @@ class EngineCore:
     def step(self) -> tuple[dict[int, EngineCoreOutputs], bool]:
         """One step: (messages by client_index, whether the model ran). Nothing to do: ({}, False).
 
-        An exception is the end of the engine: counters have moved, the device is in doubt.
+        An exception is the end of the engine: counters have moved, the device is in doubt. But see `waiting`.
         """
-        if not self.scheduler.has_requests():
+        if not self.has_work():
             return {}, False
-        step = self._launch()
+        if not self.batch_queue:  # else the last call was interrupted
+            self._launch()
+        step = self.batch_queue[0]
         return self._account(step), step.sampled is not None
 
     def step_with_batch_queue(self) -> tuple[dict[int, EngineCoreOutputs], bool]:
@@ -217,15 +221,13 @@ class EngineCore:
         Filling the queue comes first: while there is room and something to run, the call returns without waiting for a result, ({}, True).
         """
         executed = False
-        if self.scheduler.has_requests():
-            step = self._launch()
-            self.batch_queue.append(step)
-            executed = step.sampled is not None
+        if self.scheduler.has_requests() and len(self.batch_queue) < self.batch_queue_size:
+            executed = self._launch().sampled is not None
             if executed and len(self.batch_queue) < self.batch_queue_size:
                 return {}, True
         if not self.batch_queue:
             return {}, False
-        return self._account(self.batch_queue.popleft()), executed
+        return self._account(self.batch_queue[0]), executed
 
     def _launch(self) -> StepInFlight:
         """Schedule a step and hand it to the device. Waits for nothing."""
@@ -233,16 +235,21 @@ class EngineCore:
         forward, sampled = self.executor.execute_model(scheduler_output, non_block=True), None
         if scheduler_output.total_num_scheduled_tokens:
             sampled = self.executor.sample_tokens(None, non_block=True)
-        return StepInFlight(scheduler_output, forward, sampled)  # type: ignore[arg-type]  # non_block: futures
+        self.batch_queue.append(StepInFlight(scheduler_output, forward, sampled))  # type: ignore[arg-type]  # non_block: futures
+        return self.batch_queue[-1]
 
     def _account(self, step: StepInFlight) -> dict[int, EngineCoreOutputs]:
-        """Wait for a step's result, and tell the scheduler."""
+        """Wait for the result of the oldest step in flight, and tell the scheduler."""
+        self.waiting = True
         model_output = step.forward.result()  # first: if the forward failed, there is nothing that can have been sampled
         if step.sampled is not None:
             model_output = step.sampled.result()
+        self.waiting = False
         assert model_output is not None
         self.process_aborts_queue()
-        return self.scheduler.update_from_output(step.scheduler_output, model_output)
+        outputs = self.scheduler.update_from_output(step.scheduler_output, model_output)
+        self.batch_queue.popleft()
+        return outputs
 
     def shutdown(self) -> None:
         """Release the device. Idempotent."""
@@ -253,8 +260,8 @@ class EngineCore:
     @utility
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """False, and nothing changed, while any request holds blocks; running requests are never reset."""
-        if self.batch_queue and not self.scheduler.requests:
-            self._account(self.batch_queue.popleft())  # only it holds blocks; its message has no output, and newer stats will follow
+        while self.batch_queue and not self.scheduler.requests:
+            self._account(self.batch_queue[0])  # only it holds blocks; its message has no output, and newer stats will follow
         return self.scheduler.reset_prefix_cache()
 
     get_supported_tasks = utility(lambda self: ["generate"])

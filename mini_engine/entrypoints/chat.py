@@ -1,6 +1,7 @@
 """`mini-engine chat`: talk to the model in the terminal, with tokens per second after each answer.
 
-With --url to a running server, over HTTP like any client; without, over an engine of its own: AsyncLLM and an EngineCore child.
+With --url to a running server, over HTTP like any client. Without, and without an option for an engine, to a server of ours on the
+default port if one of this version is healthy there. Else over an engine of its own: AsyncLLM and an EngineCore child.
 Answers go to stdout, everything else to stderr, so `echo QUESTION | mini-engine chat` prints the answer alone. Ctrl-C ends an answer;
 Ctrl-C or Ctrl-D at the prompt ends the chat.
 
@@ -16,18 +17,22 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import httpx
 import uvloop
 
+import mini_engine
 from mini_engine.config import EngineConfig, ServerConfig
 from mini_engine.exceptions import EngineDeadError, EngineGenerateError, VLLMValidationError
 from mini_engine.observe import logging as observe_logging
 from mini_engine.sampling_params import RequestOutputKind, SamplingParams
 
 Message = dict[str, str]
+
+TEMPERATURE = 0.2  #: where the model names none: at 1.0, the API's default, a small model talks nonsense
+PROBE_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,14 @@ class Options:
     temperature: float | None
     max_tokens: int | None
     chat_template: str | None
+
+    def sampling(self, model_defaults: dict[str, Any]) -> dict[str, Any]:
+        asked = {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        return {"temperature": TEMPERATURE} | model_defaults | {name: value for name, value in asked.items() if value is not None}
+
+    def sampling_params(self, model_defaults: dict[str, Any]) -> SamplingParams:
+        """Raises VLLMValidationError for a value out of range."""
+        return SamplingParams(**{"max_tokens": None, "output_kind": RequestOutputKind.DELTA} | self.sampling(model_defaults))
 
 
 @dataclass(slots=True)
@@ -65,15 +78,18 @@ class ServerSource:
             self.client = httpx.AsyncClient(base_url=base_url, headers=headers, timeout=httpx.Timeout(10, read=None))
         except (httpx.InvalidURL, ValueError) as e:
             raise VLLMValidationError(f"--url {options.url}: {e}", parameter="url") from e
-        wanted = {"temperature": options.temperature, "max_tokens": options.max_tokens}
-        self.body = {"stream": True, "stream_options": {"include_usage": True}} | {k: v for k, v in wanted.items() if v is not None}
+        self.body = {"stream": True, "stream_options": {"include_usage": True}} | options.sampling({})
 
     async def connect(self) -> str:
         """The name of the server's first model."""
         try:
             response = await self.client.get("/v1/models")
+            if response.status_code == 401:
+                raise VLLMValidationError(f"the server at {self.client.base_url} needs --api-key, the right one", parameter="api_key")
             response.raise_for_status()
             self.body["model"] = response.json()["data"][0]["id"]
+        except VLLMValidationError:
+            raise
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as e:
             raise VLLMValidationError(f"no OpenAI server at {self.client.base_url}: {e!r}", parameter="url") from e
         return str(self.body["model"])
@@ -107,9 +123,7 @@ class EngineSource:
 
     def __init__(self, front_end: Any, defaults: dict[str, Any], options: Options) -> None:
         self.front_end = front_end
-        wanted = {"temperature": options.temperature, "max_tokens": options.max_tokens}
-        chosen = {"max_tokens": None} | defaults | {k: v for k, v in wanted.items() if v is not None}
-        self.params = SamplingParams(**chosen, output_kind=RequestOutputKind.DELTA)
+        self.params = options.sampling_params(defaults)
 
     async def answer(self, messages: list[Message], usage: Usage) -> AsyncGenerator[str, None]:
         engine = self.front_end.engine
@@ -129,8 +143,10 @@ class EngineSource:
 def run_chat(engine_config: EngineConfig, options: Options) -> int:
     """The exit status. Raises VLLMValidationError or EngineDeadError, for the command line to tell."""
     observe_logging.setup("chat", logging.WARNING)
+    options.sampling_params({})  # what is wrong with them is said before an engine is started
+    url = options.url or _running_server(engine_config, options)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        source, name = _open(runner, engine_config, options)
+        source, name = _open(runner, engine_config, replace(options, url=url))
         try:
             _say(f"{name}. Ctrl-C ends an answer, Ctrl-D the chat.")
             messages: list[Message] = [{"role": "system", "content": options.system}] if options.system else []
@@ -139,7 +155,7 @@ def run_chat(engine_config: EngineConfig, options: Options) -> int:
                 try:
                     text = runner.run(_print_answer(source, asked))
                 except KeyboardInterrupt:
-                    _say("\n[stopped]")
+                    _say("[stopped]")
                 except (VLLMValidationError, EngineGenerateError) as e:
                     _say(f"error: {e}")
                 else:
@@ -147,6 +163,22 @@ def run_chat(engine_config: EngineConfig, options: Options) -> int:
         finally:
             runner.run(source.close())
     return 0
+
+
+def _running_server(engine_config: EngineConfig, options: Options) -> str | None:
+    """The server on the default port, when nothing was asked for that it might not have, and it is of this version and healthy."""
+    if replace(engine_config, check=False) != EngineConfig() or options.chat_template is not None:
+        return None
+    default = ServerConfig()
+    url = f"http://{default.host}:{default.port}"
+    try:
+        with httpx.Client(base_url=url, timeout=PROBE_TIMEOUT_S, trust_env=False) as client:
+            if client.get("/version").json() != {"version": mini_engine.__version__} or client.get("/health").status_code != 200:
+                return None
+    except (httpx.HTTPError, ValueError):
+        return None
+    _say(f"using the server at {url}; an engine option, say --seed 7, gives the chat an engine of its own")
+    return url
 
 
 def _open(runner: asyncio.Runner, engine_config: EngineConfig, options: Options) -> tuple[Source, str]:
@@ -182,11 +214,16 @@ async def _print_answer(source: Source, messages: list[Message]) -> str:
     usage, text = Usage(), ""
     start = time.monotonic()
     first: float | None = None
-    async with aclosing(source.answer(messages, usage)) as deltas:
-        async for delta in deltas:
-            first = first or time.monotonic()
-            text += delta
-            print(delta, end="", flush=True)
+    try:
+        async with aclosing(source.answer(messages, usage)) as deltas:
+            async for delta in deltas:
+                first = first or time.monotonic()
+                text += delta
+                print(delta, end="", flush=True)
+    except BaseException:
+        if text:
+            print(flush=True)  # what is said about it starts on a line of its own
+        raise
     print()
     end = time.monotonic()
     waited = (first or end) - start

@@ -11,16 +11,29 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
+import mini_engine
 from mini_engine.config import EngineConfig, ServerConfig
 from mini_engine.entrypoints.options import takes_engine_options
 from mini_engine.exceptions import EngineDeadError, VLLMValidationError
 
 _SERVER = ServerConfig()
-app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="mini_engine: a compact LLM serving engine."
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 bench = typer.Typer(no_args_is_help=True, help="Measure.")
 app.add_typer(bench, name="bench")
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"mini_engine {mini_engine.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options_before_a_command(
+    version: Annotated[bool, Option("--version", is_eager=True, callback=_show_version, help="print the version and exit")] = False,
+) -> None:
+    """mini_engine: a compact LLM serving engine."""
+
 
 Address = Annotated[str, Option(help="where headless engines shake hands with their front-end")]
 RpcPort = Annotated[int, Option(min=0, max=65535, help="port of that address")]
@@ -82,10 +95,10 @@ def supervised_frontend(context: typer.Context) -> int:
 @takes_engine_options
 def chat(
     engine: EngineConfig,
-    url: Annotated[str | None, Option(help="talk to this server, http://host:port, instead of starting an engine")] = None,
+    url: Annotated[str | None, Option(help="talk to this server, http://host:port [default: ours on port 8000, if there is one]")] = None,
     api_key: Annotated[str | None, Option(envvar="MINI_ENGINE_API_KEY", help="of that server")] = None,
     system: Annotated[str | None, Option(help="system message")] = None,
-    temperature: Annotated[float | None, Option(help="[default: the model's]")] = None,
+    temperature: Annotated[float | None, Option(help="[default: the model's generation_config.json, else 0.2; over a server 0.2]")] = None,
     max_tokens: Annotated[int | None, Option(help="longest answer [default: what fits]")] = None,
     chat_template: Annotated[str | None, Option(help="a Jinja file in place of the model's template")] = None,
 ) -> int:

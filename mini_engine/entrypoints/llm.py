@@ -1,18 +1,26 @@
 """LLM: offline inference in this process. `LLM().generate("…")` is the whole interface; no server, no socket.
 
 Promises  Answers in the order of the prompts, whatever order they finish in. A wrong prompt or parameter is refused before anything of
-          the call has run. Ctrl-C, or an error, leaves the engine empty and usable. `del llm` frees the model (close() does it by name).
+          the call has run. Ctrl-C leaves the engine empty and usable: it takes effect while the device is waited for or after the step,
+          the second Ctrl-C at once. `del llm` frees the model (close() does it by name), as does the end of the interpreter.
 
 Both ends of a request's path in one process, hence in entrypoints/.    vLLM: entrypoints/llm.py::LLM
 """
 
-from collections.abc import Mapping, Sequence
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from reprlib import repr as short
+from types import FrameType
 from typing import Any, Self, TypeAlias
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from mini_engine.config import DEFAULT_MODEL, EngineConfig, MockConfig
+from mini_engine.config import DEFAULT_MODEL, EngineConfig
 from mini_engine.engine_core.inproc import InprocClient
 from mini_engine.exceptions import VLLMValidationError
 from mini_engine.llm.input_processor import InputProcessor
@@ -30,6 +38,36 @@ Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 
+@contextmanager
+def _interrupts_put_off(waiting: Callable[[], bool]) -> Iterator[Callable[[], None]]:
+    """Ctrl-C raises at once while waiting() only, else in the next call of what is yielded, or at the end; the second one anywhere.
+
+    In the middle of a step's bookkeeping it would be the end of the engine. A handler that is not Python's own stays in charge.
+    """
+    pending = False
+
+    def on_interrupt(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal pending
+        now, pending = pending or waiting(), True
+        check(now)
+
+    def check(now: bool = True) -> None:
+        nonlocal pending
+        if pending and now:
+            pending = False
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield check
+        return
+    signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    check()
+
+
 class LLM:
     """A model, loaded. Keyword arguments are EngineConfig's fields; `mock` may be a map, `async_scheduling` a bool."""
 
@@ -37,11 +75,7 @@ class LLM:
         """Raises VLLMValidationError for a model that is not there or an option that is wrong."""
         if isinstance(flag := engine_args.get("async_scheduling"), bool):
             engine_args["async_scheduling"] = "on" if flag else "off"
-        if isinstance(mock := engine_args.get("mock"), MockConfig):
-            del engine_args["mock"]
-        config = EngineConfig.from_dict({"model": model, **engine_args})
-        if isinstance(mock, MockConfig):
-            config.mock = mock
+        config = EngineConfig.from_dict({"model": os.fspath(model) if isinstance(model, os.PathLike) else model, **engine_args})
         config.model = str(resolve_model(model, weights=config.executor != "mock"))
         self._files = ModelFiles.load(config.model)
         tokenizer = Tokenizer.load(config.model)
@@ -52,6 +86,8 @@ class LLM:
         except BaseException:  # a template with a syntax error
             self._client.shutdown()
             raise
+        # At exit too, and not by __del__: that comes when a thread inside torch would abort the process.
+        self._free = weakref.finalize(self, _free, self._renderer, self._client)
         input_processor = InputProcessor(self._files, tokenizer, max_model_len)
         self.llm_engine = LLMEngine(self._client, input_processor, OutputProcessor(tokenizer, overlay=config.overlay))
         self._next_request_id = 0
@@ -68,6 +104,9 @@ class LLM:
 
         `sampling_params`: one for all, one for each, or None: get_default_sampling_params(). `use_tqdm`: a progress bar on stderr.
         """
+        if isinstance(prompts, bytes | bytearray) or not (hasattr(prompts, "__getitem__") and hasattr(prompts, "__len__")):
+            forms = "text, token ids, a map with prompt or prompt_token_ids, or a list of these"
+            raise VLLMValidationError(f"prompts must be {forms}; got {short(prompts)}", parameter="prompts")
         listed: Sequence[Prompt]
         if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
             listed = [prompts]  # type: ignore[list-item]
@@ -84,6 +123,8 @@ class LLM:
         **template_args: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several. `template_args` are Renderer.render_chat's (add_generation_prompt, chat_template, …)."""
+        if not isinstance(messages, list | tuple):
+            raise VLLMValidationError(f"messages must be a list of messages, or of such lists; got {short(messages)}", parameter="messages")
         conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
         rendered: list[tuple[str | None, Sequence[int]]] = []
         rendered += [self._renderer.render_chat_sync(conversation, **template_args) for conversation in conversations]
@@ -101,18 +142,13 @@ class LLM:
 
     def close(self) -> None:
         """Free the model. Idempotent."""
-        self._renderer.close()
-        self._client.shutdown()
+        self._free()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_renderer"):  # construction may have failed
-            self.close()
 
     def _token_ids(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         """(text, token ids) of one prompt."""
@@ -134,28 +170,36 @@ class LLM:
         priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        all_params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        all_params = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        if not isinstance(all_params, list | tuple) or not all(isinstance(own, SamplingParams) for own in all_params):
+            hint = "one SamplingParams(…), or a list with one for each prompt"
+            raise VLLMValidationError(f"sampling_params must be {hint}; got {short(params)}", parameter="sampling_params")
+        if priority is not None and not (isinstance(priority, list | tuple) and all(isinstance(p, int) for p in priority)):
+            raise VLLMValidationError(f"priority must be a list with an int for each prompt; got {short(priority)}", parameter="priority")
         for name, given in (("sampling_params", all_params), ("priority", priority)):
             if given is not None and len(given) != len(prompts):
                 raise VLLMValidationError(f"{len(prompts)} prompts need as many {name}, got {len(given)}", parameter=name)
         ids = [str(self._next_request_id + i) for i in range(len(prompts))]
         self._next_request_id += len(prompts)
         outputs: dict[str, RequestOutput] = {}
-        try:
-            for i, (text, token_ids) in enumerate(prompts):
-                own = all_params[i].clone()
-                own.output_kind = RequestOutputKind.FINAL_ONLY
-                self.llm_engine.add_request(ids[i], token_ids, own, prompt=text, priority=priority[i] if priority else 0)
-            with self._progress(use_tqdm) as progress:
-                bar, num_tokens = progress.add_task("generate", total=len(prompts), tokens=0), 0
-                while self.llm_engine.has_unfinished_requests():
-                    for output in self.llm_engine.step():
-                        outputs[output.request_id] = output
-                        num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
-                        progress.update(bar, advance=1, tokens=num_tokens)
-        except BaseException:
-            self.llm_engine.abort_requests(ids)
-            raise
+        with _interrupts_put_off(lambda: self._client.engine_core.waiting) as check_interrupt:
+            try:
+                for i, (text, token_ids) in enumerate(prompts):
+                    check_interrupt()
+                    own = all_params[i].clone()
+                    own.output_kind = RequestOutputKind.FINAL_ONLY
+                    self.llm_engine.add_request(ids[i], token_ids, own, prompt=text, priority=priority[i] if priority else 0)
+                with self._progress(use_tqdm) as progress:
+                    bar, num_tokens = progress.add_task("generate", total=len(prompts), tokens=0), 0
+                    while self.llm_engine.has_unfinished_requests():
+                        check_interrupt()
+                        for output in self.llm_engine.step():
+                            outputs[output.request_id] = output
+                            num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+                            progress.update(bar, advance=1, tokens=num_tokens)
+            except BaseException:
+                self.llm_engine.abort_requests(ids)
+                raise
         return [outputs[request_id] for request_id in ids]
 
     @staticmethod
@@ -163,3 +207,8 @@ class LLM:
         tokens = TextColumn("{task.fields[tokens]} tokens")
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), tokens)
         return Progress(*columns, console=Console(stderr=True), disable=not enabled)
+
+
+def _free(renderer: Renderer, client: InprocClient) -> None:
+    renderer.close()
+    client.shutdown()

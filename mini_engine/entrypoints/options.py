@@ -13,9 +13,10 @@ from typing import Annotated, Any
 
 from typer import Argument, BadParameter, Option
 
-from mini_engine.config import EngineConfig
+from mini_engine.config import OVERLAY_SEAMS, EngineConfig
 
 _DEFAULTS = EngineConfig()
+_OVERLAY_HELP = f"your file in place of a part: {', '.join(OVERLAY_SEAMS)}; what it defines: mini_engine/overlay.py. May be repeated"
 
 
 def engine_options(
@@ -41,7 +42,7 @@ def engine_options(
     mock_step_ms: Annotated[float, Option(help="mock: milliseconds per step")] = 0.0,
     mock_crash_at_step: Annotated[int | None, Option(help="mock: this step raises")] = None,
     mock_hang_at_step: Annotated[int | None, Option(help="mock: this step never returns")] = None,
-    overlay: Annotated[list[str] | None, Option(metavar="SEAM=FILE", help="your file in place of a part; may be repeated")] = None,
+    overlay: Annotated[list[str] | None, Option(metavar="SEAM=FILE", help=_OVERLAY_HELP)] = None,
 ) -> EngineConfig:
     """The options, as Typer sees them, to a checked EngineConfig. MINI_ENGINE_CHECK=1 is read here and nowhere else."""
     given = dict(locals())

@@ -51,7 +51,10 @@ def run_server(engine_config: EngineConfig, server_config: ServerConfig, remote:
 
 
 def bind_http(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet. Raises VLLMValidationError when the port is taken or the host is not ours."""
+    """A bound socket that does not listen yet; allow_restart() comes just before listen().
+
+    Raises VLLMValidationError when the port is taken or the host is not ours.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
@@ -63,6 +66,7 @@ def bind_http(host: str, port: int) -> socket.socket:
                     raise
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # only old connections in TIME_WAIT? then it works now
                 sock.bind(address)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # as the others, until it listens
         except BaseException:
             sock.close()
             raise
@@ -70,6 +74,11 @@ def bind_http(host: str, port: int) -> socket.socket:
         hint = " (choose another with --port, or 0 for any free one)" if getattr(e, "errno", None) == errno.EADDRINUSE else ""
         raise VLLMValidationError(f"cannot listen on {host}:{port}: {getattr(e, 'strerror', None) or e}{hint}", parameter="port") from e
     return sock
+
+
+def allow_restart(sock: socket.socket) -> None:
+    """Connections inherit SO_REUSEADDR, and only those that have it let the next server bind while they are in TIME_WAIT."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
 class _Signals:
@@ -123,6 +132,7 @@ async def serve_on(prepared: Prepared, launched: Launched, sock: socket.socket, 
                 timeout_graceful_shutdown=None,  # the deadlines are ours, below
             )
         )
+        allow_restart(sock)
         serving = asyncio.create_task(server.serve([sock]), name="uvicorn")
         watching = asyncio.create_task(_until_dead(front_end), name="engine-watch")
         stopping = asyncio.create_task(signals.stop.wait(), name="signals")

@@ -37,7 +37,7 @@ import zmq
 from mini_engine.config import EngineConfig, ServerConfig
 from mini_engine.entrypoints.frontend import Prepared, RemoteEngines, prepare
 from mini_engine.entrypoints.frontend_child import API_KEY_VARIABLE
-from mini_engine.entrypoints.serve import DEAD_LINGER_S, LAST_WORD_S, bind_http, print_ready, sigterm_interrupts
+from mini_engine.entrypoints.serve import DEAD_LINGER_S, LAST_WORD_S, allow_restart, bind_http, print_ready, sigterm_interrupts
 from mini_engine.exceptions import EngineDeadError, VLLMValidationError
 from mini_engine.model.default_model import cache_dir
 from mini_engine.observe import logging as observe_logging
@@ -178,6 +178,8 @@ def run_supervised(engine_config: EngineConfig, server_config: ServerConfig, rem
                 front_ends.start(command, fds, environment)
                 each.hand_over()
             handles = _shake_hands(prepared, listeners, remote, front_ends)
+            for each_socket in (sock, grpc) if grpc else (sock,):  # the front-ends listen from now on, and vllm-rs does not do it
+                allow_restart(each_socket)
             front_ends.watch()
             if handles is not None:
                 handles.watch(lambda message: events.put(("engine", None, message)))

@@ -261,7 +261,7 @@ def _sync(path: Path) -> None:
 
 def _download(model: str, weights: bool) -> Path:
     """A hub id → its snapshot in the hub's own cache; without a network, what is there already."""
-    advice = "Get the default one: mini-engine model"
+    advice = "Get the default one: mini-engine model prepare"
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         raise VLLMValidationError(f"no model {model!r}: not a directory, not a hub id. {advice}", parameter="model", value=model)
     import httpx

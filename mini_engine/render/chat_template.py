@@ -61,6 +61,9 @@ def normalise_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise VLLMValidationError(f"messages[{i}] must be an object with a role, got {short(message)}", parameter="messages")
         copy = {key: value for key, value in message.items() if value is not None}
+        if "content" not in copy and not (message["role"] == "assistant" and copy.get("tool_calls")):
+            problem = f"messages[{i}] needs content (only an assistant's with tool_calls may go without), got {short(message)}"
+            raise VLLMValidationError(problem, parameter="messages")
         content = copy.get("content", "")
         if isinstance(content, list):
             copy["content"] = "\n".join(_part_text(part, f"messages[{i}].content[{j}]") for j, part in enumerate(content))

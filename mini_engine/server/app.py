@@ -44,6 +44,10 @@ async def _on_error(request: Request, error: Exception) -> Response:
         problem = error.errors()[0]
         name = str(problem["loc"][-1])
         error = VLLMValidationError(f"{name}: {problem['msg']}", parameter=name)
+    elif isinstance(error, HTTPException) and error.status_code in (404, 405):
+        allowed = (error.headers or {}).get("Allow")
+        instead = f" but {allowed}" if allowed else ""
+        error.detail = f"no {request.method} {request.url.path[:200]} is served{instead}; GET /docs lists what this server answers"
     return error_response(error)
 
 

@@ -28,6 +28,10 @@ class BodyTooLargeError(MiniEngineError):
     """The request body is longer than ServerConfig.max_body_bytes."""
 
 
+class EngineUnavailableError(EngineDeadError):
+    """A new request to a server whose engine is dead. One that was in flight gets the EngineDeadError itself."""
+
+
 class ServerStoppingError(MiniEngineError):
     """The server was told to stop, and the time for open requests is over."""
 
@@ -48,6 +52,7 @@ ERROR_TABLE: dict[type[Exception], ErrorKind] = {
     BodyTooLargeError: ErrorKind(413, "invalid_request_error"),
     EngineGenerateError: ErrorKind(500, "server_error"),
     EngineDeadError: ErrorKind(500, "server_error", "engine_dead"),
+    EngineUnavailableError: ErrorKind(503, "server_error", "engine_dead"),
     ServerStoppingError: ErrorKind(503, "server_error", "server_stopping"),
     MiniEngineError: ErrorKind(500, "server_error"),
 }

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 import mini_engine
 from mini_engine.exceptions import EngineDeadError
-from mini_engine.server.errors import ErrorKind, error_body, render_error
+from mini_engine.server.errors import EngineUnavailableError, ErrorKind, render_error
 from mini_engine.server.service import Service, service_of
 
 router = APIRouter()
@@ -25,10 +25,6 @@ _STUCK = ErrorKind(503, "server_error", "engine_stuck")
 
 def _json(content: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
-
-
-def _dead(service: Service) -> Response:
-    return Response(error_body(service.engine.dead_error or EngineDeadError())[1], 503, media_type="application/json")
 
 
 def _model_card(service: Service) -> dict[str, object]:
@@ -57,9 +53,10 @@ async def retrieve_model(request: Request, model: str) -> Response:
 
 
 @router.get("/health")
+@router.head("/health", include_in_schema=False)
 async def health(request: Request) -> Response:
-    service = service_of(request)
-    return _dead(service) if service.engine.errored else Response(status_code=200)
+    service_of(request).check_engine()
+    return Response(status_code=200)
 
 
 @router.get("/ping")
@@ -73,8 +70,8 @@ async def ping(request: Request, timeout_s: Annotated[float, Query(gt=0, le=60)]
     except TimeoutError:
         message = f"the engine has not answered for {timeout_s:g} s: the process lives, but is stuck or in a very long step"
         return Response(render_error(message, _STUCK), 503, media_type="application/json")
-    except EngineDeadError:
-        return _dead(service)
+    except EngineDeadError as e:
+        raise EngineUnavailableError(str(e)) from e
     return _json({"status": "ok", "round_trip_ms": round(1e3 * (time.monotonic() - start), 3)})
 
 

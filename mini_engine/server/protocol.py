@@ -39,7 +39,7 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(strict=True)
     role: str = Field(min_length=1, max_length=64)
-    content: str | list[TextPart] = ""
+    content: str | list[TextPart] | None = None  #: which roles may leave it out, the renderer knows
     name: str | None = None
 
     @field_validator("role")

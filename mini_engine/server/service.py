@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 
 from mini_engine.config import ServerConfig
-from mini_engine.exceptions import EngineDeadError, VLLMValidationError
+from mini_engine.exceptions import VLLMValidationError
 from mini_engine.observe.metrics import PrometheusStatLogger
-from mini_engine.server.errors import ModelNotFoundError
+from mini_engine.server.errors import EngineUnavailableError, ModelNotFoundError
 from mini_engine.server.sse import EncodeEvent, encode_event
 
 if TYPE_CHECKING:
@@ -44,14 +44,17 @@ class Service:
 
     def check_request(self, model: str | None, priority: int) -> None:
         """Before any work: is the engine alive, and is this what it serves? A missing model name means the one we have."""
-        if self.engine.errored:
-            raise self.engine.dead_error or EngineDeadError()
+        self.check_engine()
         if model is not None:
             self.check_model(model)
         if priority and not self.priority_scheduling:
             raise VLLMValidationError(
                 f"priority must be 0 unless the server runs with --scheduling-policy priority, got {priority}", parameter="priority"
             )
+
+    def check_engine(self) -> None:
+        if self.engine.errored:
+            raise EngineUnavailableError(str(self.engine.dead_error or "EngineCore died"))
 
     def check_model(self, model: str) -> None:
         if model != self.model_name:

@@ -251,7 +251,7 @@ class AsyncMPClient:
                 logger.warning("ignored a message of %d frames from a stranger's connection to the output socket", len(frames))
                 return
         if len(frames) == 1 and frames[0].buffer == ENGINE_CORE_DEAD:
-            self._die("EngineCore reported a fatal error (ENGINE_CORE_DEAD); see its log above for the cause")
+            self._die("EngineCore has stopped (ENGINE_CORE_DEAD)", logging.WARNING)  # an ordered stop says it too
             return
         try:
             message: EngineCoreOutputs = self._decoder.decode([frame.buffer for frame in frames])
@@ -280,7 +280,7 @@ class AsyncMPClient:
         assert self._monitor is not None
         if self._alive() and self._monitor.read_events():
             # not from here: a message may be in the middle of being handled
-            self._loop.call_soon(self._on_gone, "the connection to an EngineCore was lost; see the log of that engine")
+            self._loop.call_soon(self._on_gone, "the connection to an EngineCore was lost")
 
     def _on_exit(self, message: str) -> None:
         """An engine process ended. Called by its watching thread; the loop may be gone already."""
@@ -294,12 +294,12 @@ class AsyncMPClient:
         self._read_output(limit=None)
         self._die(message)
 
-    def _die(self, message: str) -> None:
+    def _die(self, message: str, level: int = logging.ERROR) -> None:
         """No more output will come: everybody who waits is told. The first cause counts."""
         if self.dead_error is not None:
             return
         if not self._closed:
-            logger.error("%s", message)
+            logger.log(level, "%s; the engine's own log may say more", message)  # clients, who cannot see it, get the message alone
         self.dead_error = EngineDeadError(message)
         for fd in self._readers:  # they are not read any more, and an unread descriptor would keep the loop spinning
             self._loop.remove_reader(fd)

@@ -36,7 +36,7 @@ class ProcessMonitor:
     def __init__(self, processes: Sequence[subprocess.Popen[bytes]], on_exit: Callable[[str], None]) -> None:
         def wait(index: int, process: subprocess.Popen[bytes]) -> None:
             returncode = process.wait()
-            on_exit(f"EngineCore {index} (pid {process.pid}) ended with {describe_exit(returncode)}; see its log above for the cause")
+            on_exit(f"EngineCore {index} (pid {process.pid}) ended with {describe_exit(returncode)}")
 
         self._threads = [
             # daemon: a caller that never shuts down must not hang the interpreter's exit

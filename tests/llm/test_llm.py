@@ -2,6 +2,10 @@
 
 import gc
 import json
+import re
+import signal
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -12,7 +16,7 @@ import pytest
 
 from mini_engine import LLM, SamplingParams
 from mini_engine.config import MockConfig
-from mini_engine.exceptions import VLLMValidationError
+from mini_engine.exceptions import EngineDeadError, VLLMValidationError
 from mini_engine.executor.mock import mock_generate
 from tests.text.tiny_tokenizers import byte_level
 
@@ -98,6 +102,14 @@ def test_the_progress_bar_talks_on_stderr(llm: LLM, capsys: pytest.CaptureFixtur
         ([{}], PARAMS, "a prompt needs"),
         (["a", "b"], [PARAMS], "2 prompts need as many sampling_params, got 1"),
         (["a"], SamplingParams(structured_outputs={"regex": "a"}), "structured_outputs"),
+        (None, PARAMS, "prompts must be text, .*; got None"),
+        (5, PARAMS, "prompts must be .*; got 5"),
+        (b"ab", PARAMS, "prompts must be .*; got b'ab'"),
+        ({"a", "b"}, PARAMS, "prompts must be "),
+        (["a", 5], PARAMS, "a prompt must be a list of token ids"),
+        ("a", {"temperature": 0}, r"sampling_params must be one SamplingParams\(…\).*got \{'temperature': 0\}"),
+        (["a"], [None], r"sampling_params must be .*got \[None\]"),
+        ("a", 5, "sampling_params must be .*got 5"),
     ],
 )
 def test_a_wrong_call_runs_nothing_and_leaves_the_engine_usable(llm: LLM, prompts: Any, params: Any, match: str) -> None:
@@ -125,6 +137,87 @@ def test_an_interrupt_leaves_the_engine_empty_and_usable(llm: LLM, monkeypatch: 
     assert len(tokens(llm.generate([[5]], PARAMS, use_tqdm=False)[0])) == 6
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_an_interrupt_while_the_device_is_waited_for_leaves_it_usable(model: str, async_scheduling: bool) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with LLM(model, executor="mock", mock={"step_ms": 60}, async_scheduling=async_scheduling, check=True) as llm:
+            for _ in range(3):  # all but the first find a step in flight
+                signal.setitimer(signal.ITIMER_REAL, 0.15)
+                with pytest.raises(KeyboardInterrupt):
+                    llm.generate([[5] * 20, [6]], SamplingParams(max_tokens=100), use_tqdm=False)
+                assert not llm.llm_engine.has_unfinished_requests()
+            assert tokens(llm.generate([[5] * 20], PARAMS, use_tqdm=False)[0]) == mock_generate([5] * 20, 6, VOCAB_SIZE)
+            assert llm.reset_prefix_cache()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("where", ["schedule", "update_from_output"])
+def test_ctrl_c_in_the_middle_of_the_bookkeeping_is_put_off(
+    model: str, async_scheduling: bool, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(model, executor="mock", async_scheduling=async_scheduling, check=True) as llm:
+        scheduler, calls = llm._client.engine_core.scheduler, iter(range(100))
+        real = getattr(scheduler, where)
+
+        def interrupted(*args: Any) -> Any:
+            if next(calls) == 3:
+                signal.raise_signal(signal.SIGINT)
+            return real(*args)
+
+        monkeypatch.setattr(scheduler, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[5], [6]], SamplingParams(max_tokens=50), use_tqdm=False)
+        monkeypatch.undo()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert tokens(llm.generate([[5]], PARAMS, use_tqdm=False)[0]) == mock_generate([5], 6, VOCAB_SIZE)
+        assert llm.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_second_ctrl_c_gets_out_of_anything(model: str, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also out of the bookkeeping: then the engine says that it is gone, and by what."""
+    with LLM(model, executor="mock", async_scheduling=async_scheduling) as llm:
+
+        def interrupted(*_: Any) -> Any:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+        monkeypatch.setattr(llm._client.engine_core.scheduler, "update_from_output", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[5], [6]], PARAMS, use_tqdm=False)
+        with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
+            llm.generate([[5]], PARAMS, use_tqdm=False)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_after_a_crash_every_call_says_why(model: str, async_scheduling: bool) -> None:
+    with LLM(model, executor="mock", mock={"crash_at_step": 3}, async_scheduling=async_scheduling) as llm:
+        with pytest.raises(RuntimeError, match="told to crash at step 3"):
+            llm.generate([[5], [6]], PARAMS, use_tqdm=False)
+        for call in (lambda: llm.generate([[5]], PARAMS, use_tqdm=False), llm.reset_prefix_cache):
+            with pytest.raises(EngineDeadError, match="RuntimeError: mock device: told to crash at step 3"):
+                call()
+        assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_leaving_the_interpreter_ends_the_devices_thread(model: str) -> None:
+    """Not by __del__, which comes too late: a daemon thread inside torch would abort the process by then."""
+    code = (
+        "import sys, threading\nfrom mini_engine import LLM\n"
+        f"keep = LLM({model!r}, executor='mock')\nkeep.cycle = keep\n"
+        "real = keep._client.engine_core.executor.shutdown\n"
+        "keep._client.engine_core.executor.shutdown = lambda: (real(), print('shut down', sys.is_finalizing()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, "shut down False"), done.stderr
+
+
 def test_del_frees_it_without_the_garbage_collector(model: str) -> None:
     before = set(threading.enumerate())
     gc.disable()
@@ -139,10 +232,54 @@ def test_del_frees_it_without_the_garbage_collector(model: str) -> None:
     assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.parametrize("messages", [None, 5, "hi", [{"role": "user"}], [{"content": "a"}], [[{"role": "user", "content": None}]]])
+def test_wrong_messages_are_refused(llm: LLM, messages: Any) -> None:
+    with pytest.raises(VLLMValidationError, match="messages"):
+        llm.chat(messages, PARAMS, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"mock": {"foo": 1}}, "foo; there are step_ms, "),
+        ({"mock": 5}, "mock must be MockConfig, got 5"),
+        ({"mock_step_ms": 1}, 'write mock={"step_ms": …} for mock_step_ms'),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be bool, got 'no'"),
+        ({"seed": "x"}, "seed must be int, got 'x'"),
+        ({"max_model_len": 1.5}, r"max_model_len must be int \| None, got 1\.5"),
+        ({"overlay": {"text.stop": 5}}, r"overlay must be dict\[str, str\], got"),
+        ({"gpu_memory_utilization": 0}, r"gpu_memory_utilization must be in \(0, 1\], got 0"),
+        ({"gpu_memory_utilization": 90}, "gpu_memory_utilization"),
+        ({"mock": {"step_ms": -1}}, "mock.step_ms must be at least 0, got -1"),
+        ({"mock": {"step_ms": "1"}}, "mock.step_ms must be float, got '1'"),
+        ({"mock": {"crash_at_step": 0}}, "mock.crash_at_step must be at least 1, got 0"),
+        ({"mock": {"hang_at_step": 0}}, "mock.hang_at_step must be at least 1, got 0"),
+    ],
+)
+def test_wrong_options_are_named(model: str, options: dict[str, Any], match: str) -> None:
+    with pytest.raises(VLLMValidationError, match=match):
+        LLM(model, **{"executor": "mock", **options})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("stop", 5), ("stop", [5]), ("temperature", "hot"), ("temperature", None), ("max_tokens", 1.5), ("bad_words", "abc")),
+        *(("n", True), ("logit_bias", {"a": 1}), ("ignore_eos", "x"), ("output_kind", 2), ("stop_token_ids", ["a"]), ("seed", 2**64)),
+    ],
+)
+def test_sampling_params_of_a_wrong_type_are_named(name: str, value: Any) -> None:
+    with pytest.raises(VLLMValidationError, match=f"{name} must be .*, got {re.escape(repr(value))}") as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.parameter == name
+
+
 def test_close_is_idempotent_and_options_are_checked(model: str) -> None:
     llm = LLM(model, executor="mock", mock={"num_blocks": 8})
     llm.close()
     llm.close()
+    with pytest.raises(EngineDeadError, match="make a new one; it ended by being closed"):
+        llm.generate("a", PARAMS)
     with pytest.raises(VLLMValidationError, match="max_num_sequences"):
         LLM(model, executor="mock", max_num_sequences=3)
     with pytest.raises(VLLMValidationError, match="executor must be one of"):

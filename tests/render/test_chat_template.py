@@ -48,7 +48,7 @@ CHATS = [
         {"role": "assistant", "content": "ok  "},
     ],
     [{"role": "user", "content": "a"}, {"role": "skip", "content": "b"}, *[{"role": "assistant", "content": f"{i}"} for i in range(5)]],
-    [{"role": "user", "content": None}, {"role": "assistant", "content": ""}],
+    [{"role": "user", "content": ""}, {"role": "assistant", "content": None, "tool_calls": TOOLS}],
 ]
 
 
@@ -112,9 +112,9 @@ def test_tokenization_equals_transformers(oracle, renderer, text):
 def test_text_parts_become_text():
     parts = [{"type": "text", "text": "one"}, "two", {"type": "text", "text": "three"}]
     message = {"role": "user", "content": parts, "name": None}
-    assert normalise_messages([message, {"role": "assistant", "content": None}]) == [
+    assert normalise_messages([message, {"role": "assistant", "content": None, "tool_calls": TOOLS}]) == [
         {"role": "user", "content": "one\ntwo\nthree"},
-        {"role": "assistant"},
+        {"role": "assistant", "tool_calls": TOOLS},
     ]
     assert message == {"role": "user", "content": parts, "name": None}
 
@@ -125,6 +125,11 @@ def test_text_parts_become_text():
         ([], "at least one message"),
         (["hi"], r"messages\[0\] must be an object with a role"),
         ([{"role": "user", "content": "a"}, {"content": "b"}], r"messages\[1\] must be an object with a role"),
+        ([{"role": 5, "content": "b"}], r"messages\[0\] must be an object with a role"),
+        ([{"role": "user"}], r"messages\[0\] needs content .*got \{'role': 'user'\}"),
+        ([{"role": "user", "content": "a"}, {"role": "system", "content": None}], r"messages\[1\] needs content"),
+        ([{"role": "assistant", "tool_calls": []}], r"messages\[0\] needs content"),
+        ([{"role": "user", "content": None, "tool_calls": TOOLS}], r"messages\[0\] needs content"),
         ([{"role": "user", "content": 5}], r"messages\[0\]\.content must be text"),
         ([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}], r"content\[1\] is of type 'image_url'"),
         ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\] is of type 'text'"),
@@ -168,7 +173,10 @@ def test_syntax_error_is_told_when_compiled():
     [
         ({"continue_final_message": True}, "exclude each other"),
         ({"chat_template_kwargs": {"messages": []}}, "may not hold 'messages'"),
-        ({"continue_final_message": True, "add_generation_prompt": False, "messages": [{"role": "user"}]}, "no content to continue"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": False, "messages": [{"role": "assistant", "tool_calls": TOOLS}]},
+            "no content to continue",
+        ),
         ({"continue_final_message": True, "add_generation_prompt": False, "source": "{{ messages[0].role }}"}, "drops or changes"),
     ],
 )

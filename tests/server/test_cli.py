@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from mini_engine import __version__
+from mini_engine.config import EngineConfig, ServerConfig
+from mini_engine.entrypoints import chat
 from mini_engine.entrypoints.cli import main
 from tests.server.serving import Served, run_cli, serving
 from tests.test_rules import modules_after
@@ -22,6 +25,10 @@ from tests.test_rules import modules_after
         ("serve --overlay no.seam=x", "no.seam"),
         ("serve --colour", "--colour"),
         ("chat --url http://127.0.0.1:9", "127.0.0.1:9"),
+        ("chat --executor mock --max-tokens 0", "max_tokens must be"),
+        ("chat --url http://127.0.0.1:9 --temperature 9", "temperature must be"),
+        ("bench offline --executor mock --input-len 999999", "--input-len 999999"),
+        ("serve no/such/name/at/all --executor mock --port 0", "mini-engine model prepare"),
         ("model burn", "'burn'"),
         ("bench offline --executor mock --compare abacus", "'abacus'"),
         ("bench offline --compare vllm", "--vllm-python"),
@@ -85,13 +92,38 @@ def test_chat_over_a_server_and_over_its_own_engine(server: Served) -> None:
     assert len(answers) == 2
 
 
+def test_chat_uses_a_server_that_runs(server: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """One of this version on the default port, unless the options ask for an engine that it may not be."""
+    here = ServerConfig(port=int(server.url.rpartition(":")[2]))
+    monkeypatch.setattr(chat, "ServerConfig", lambda: here)
+    options = chat.Options(None, None, None, None, None, None)
+    assert chat._running_server(EngineConfig(), options) == server.url and server.url in capsys.readouterr().err
+    assert chat._running_server(EngineConfig(seed=7), options) is None
+    monkeypatch.setattr("mini_engine.__version__", "another")
+    assert chat._running_server(EngineConfig(), options) is None
+
+
+def test_chat_with_a_server_that_has_a_key_or_fails() -> None:
+    with serving("--api-key", "k", "--mock-crash-at-step", "4") as guarded:
+        run = run_cli("chat", "--url", guarded.url, stdin="hi\n")
+        assert run.returncode == 2 and "needs --api-key" in run.stderr and run.stderr.count("\n") == 1
+        run = run_cli("chat", "--url", guarded.url, "--api-key", "k", stdin="hi\n")
+        assert "\nerror: EngineCore" in run.stderr and run.stdout.endswith("\n"), run
+
+
+def test_version() -> None:
+    run = run_cli("--version")
+    assert (run.returncode, run.stdout) == (0, f"mini_engine {__version__}\n")
+
+
 def test_bench_offline_ends_with_json() -> None:
     run = run_cli("bench", "offline", "--executor", "mock", "--num-prompts", "3", "--output-len", "5", "--input-len", "4")
     assert run.returncode == 0, run.stderr
     report = json.loads(run.stdout.splitlines()[-1])
     (work,) = report["workloads"]
     assert (work["num_prompts"], work["input_len"], work["output_len"]) == (3, 4, 5)
-    assert work["results"]["mini_engine"]["tokens_per_s"] > 0
+    ours = work["results"]["mini_engine"]
+    assert ours["tokens_per_s"] > 0 and (ours["decode_tokens_per_s"] is None or ours["decode_tokens_per_s"] < 1e8)
 
 
 def test_model_shows_the_default_model() -> None:

@@ -54,6 +54,7 @@ async def test_small_routes() -> None:
         assert (await client.get(f"/v1/models/{MODEL}")).json() == card
         assert (await client.get("/v1/models/other")).status_code == 404
         assert (await client.get("/version")).json() == {"version": __version__}
+        assert (await client.head("/health")).status_code == 200
         assert (await client.get("/load")).json() == {"server_load": 0}
         response = await client.get("/metrics")
         assert response.headers["content-type"].startswith("text/plain") and 'model_name="fake-model"' in response.text

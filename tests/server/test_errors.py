@@ -83,7 +83,8 @@ async def test_dead_engine() -> None:
         for path in ("/health", "/ping"):
             response = await client.get(path)
             assert response.status_code == 503 and "signal 9" in response.json()["error"]["message"]
-        assert (await client.post("/v1/chat/completions", json=chat_body(stream=True))).status_code == 500
+        response = await client.post("/v1/chat/completions", json=chat_body(stream=True))
+        assert response.status_code == 503 and response.json()["error"]["code"] == "engine_dead"
 
 
 async def test_stuck_engine() -> None:
@@ -105,3 +106,5 @@ async def test_the_routers_own_errors_have_the_shape(method: str, path: str, sta
     async with client_of(app) as client:
         response = await client.request(method, path)
     assert response.status_code == status and response.json()["error"].keys() == {"message", "type", "param", "code"}
+    if status != 400:
+        assert f"{method} {path} " in response.json()["error"]["message"] and "/docs" in response.json()["error"]["message"]
