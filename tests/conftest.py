@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import threading
 import uuid
 from collections import Counter
@@ -23,6 +24,8 @@ settings.register_profile("soak", settings.get_profile("ci"), derandomize=False,
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("soak" if config.option.markexpr == "soak" else "ci")
+    # A shell starts `command &` with SIGINT ignored, and Python, and all that a test starts, would go on ignoring it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Before torch is imported: tiny tensors gain nothing from a second thread, and lose a hundredfold when the other core is busy.
     # The engine sets its own number of threads.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
