@@ -9,7 +9,7 @@ Checks    In process, through scheduler, block tables and sampler: a mixed batch
 Speed     Tokens per second of decoding at each batch size: prompts of 32 tokens, the first output excluded, one warm-up run before.
 Needs     torch, transformers, tokenizers, msgspec, pydantic, numpy and what those bring along; the rest of mini_engine's requirements
           may be missing. No network: the model is made here, in a temporary directory.
-Stdout    the last line is one JSON object. Exit status 1 when a check fails.
+Stdout    one line, a JSON object; progress goes to stderr. Exit status 1 when a check fails.
 
 No request path of its own; no vLLM counterpart.
 """
@@ -172,13 +172,13 @@ def main() -> int:
             client = InprocClient(config)
             reference = Qwen3ForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval().to(args.device)
             report["checks"][dtype] = compare(client, reference, shape["vocab_size"], TOLERANCE[dtype])
-            print(f"{dtype}: {report['checks'][dtype]}", flush=True)
+            print(f"{dtype}: {report['checks'][dtype]}", file=sys.stderr)
             del reference
             if dtype == args.dtypes[-1]:
                 for batch in args.batches:
                     speed = decode_speed(client, batch, shape["vocab_size"], 4 if args.tiny else 64)
                     report["tokens_per_s"][batch] = round(speed, 1)
-                    print(f"{dtype}, batch {batch:>3}: {speed:>10,.1f} tokens/s", flush=True)
+                    print(f"{dtype}, batch {batch:>3}: {speed:>10,.1f} tokens/s", file=sys.stderr)
             client.shutdown()
             del client
     report["seconds"] = round(time.monotonic() - started, 1)

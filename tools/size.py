@@ -59,6 +59,7 @@ NOT_DEFAULT = (
     "overlay.py",  # --overlay
     "model/default_model.py",  # once, before the first start
     "model/gguf_",
+    "model/int8_kernel.py",  # --quantization int8
     "render/convert_tokenizer.py",
     "llm/logprobs.py",  # only for a request that asks
     "llm/parallel_sampling.py",

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 QUERY_TILE = 512  #: tokens of one long run computed at once: bounds the mask, and skips keys that a whole tile may not see
-GATHER_BYTES = {"cpu": 1 << 20, "cuda": 1 << 30}  #: context gathered by one group: on CPU what stays in a core's L2, on CUDA any
+GATHER_BYTES = {"cpu": 1 << 22, "cuda": 1 << 30}  #: context gathered by one group: on CPU what stays in the caches, on CUDA any
 WASTE_BYTES = {"cpu": 1 << 18, "cuda": 1 << 30}  #: padding read by one group before a group of its own is cheaper
 
 
@@ -126,14 +126,15 @@ def new_kv_cache(
 
 
 def paged_attention(q: Tensor, kv: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-    """Write the step's K and V, then attend: q [num_tokens, num_heads, head_dim], kv [num_tokens, 2, num_kv_heads, head_dim].
+    """Write the step's K and V, then attend: q [num_rows, num_heads, head_dim], kv [num_rows, 2, num_kv_heads, head_dim].
 
-    Returns [num_tokens, num_heads * head_dim]. All of the step is written before any of it is read: a request that hits the prefix
-    another one computes in the same step reads finished KV.
+    Returns [num_rows, num_heads * head_dim]. Rows past the step's tokens are padding: not written, and zeros in the result. All of the
+    step is written before any of it is read: a request that hits the prefix another one computes in the same step reads finished KV.
     """
-    _, num_heads, head_dim = q.shape
+    num_rows, num_heads, head_dim = q.shape
+    num_tokens = len(metadata.slot_mapping)
     slots = kv_cache.view(-1, *kv.shape[1:])
-    slots.index_copy_(0, metadata.slot_mapping, kv)
+    slots.index_copy_(0, metadata.slot_mapping, kv[:num_tokens])
     blocks = kv_cache.view(kv_cache.shape[0], -1)
     outputs = []
     for group in metadata.groups:
@@ -149,4 +150,6 @@ def paged_attention(q: Tensor, kv: Tensor, kv_cache: Tensor, metadata: Attention
             query, key, value, attn_mask=group.mask, is_causal=group.block_ids is None, enable_gqa=num_heads != key.shape[1]
         )
         outputs.append(out.transpose(1, 2).reshape(group.stop - group.start, num_heads * head_dim))
+    if num_rows > num_tokens:
+        outputs.append(q.new_zeros(num_rows - num_tokens, num_heads * head_dim))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -65,6 +65,8 @@ class ModelConfig:
             raise VLLMValidationError(f"{path}: key {e} is missing") from None
         except (OSError, ValueError) as e:
             raise VLLMValidationError(f"{path}: not readable as JSON: {e}") from e
+        except (TypeError, AttributeError, ZeroDivisionError) as e:
+            raise VLLMValidationError(f"{path}: its values make no sense ({type(e).__name__}: {e})") from e
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
@@ -79,6 +81,8 @@ class ModelConfig:
             raise VLLMValidationError(f"hidden_act {act!r} is not supported, only 'silu'")
         if data.get("use_sliding_window"):
             raise VLLMValidationError("use_sliding_window is not supported: attention here always sees the whole context")
+        if quantization := data.get("quantization_config"):
+            raise VLLMValidationError(f"quantization_config {quantization!r:.80} is not supported, only float32 and 16-bit weights")
         num_heads = data["num_attention_heads"]
         num_kv_heads = data.get("num_key_value_heads") or num_heads
         if num_heads % num_kv_heads:
@@ -111,6 +115,8 @@ def _rope(data: dict[str, Any]) -> RopeConfig:
     rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
     theta = rope.get("rope_theta") or data.get("rope_theta") or 10000.0
     kind = rope.get("rope_type") or rope.get("type") or "default"
+    if (part := rope.get("partial_rotary_factor") or data.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise VLLMValidationError(f"partial_rotary_factor {part} is not supported: heads are rotated whole")
     if kind == "default":
         return RopeConfig(theta=theta)
     if kind != "llama3":

@@ -7,6 +7,8 @@ the output projection is the largest matrix of a small model.
 Stands at form 6 of a request.    vLLM: model_executor/models/{llama,qwen2,qwen3}.py
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,7 +16,8 @@ from torch import Tensor
 from mini_engine.config import Quantization
 from mini_engine.model.attention import AttentionMetadata, new_kv_cache, paged_attention
 from mini_engine.model.config import ModelConfig
-from mini_engine.model.layers import Linear, RotaryEmbedding, rms_norm
+from mini_engine.model.layers import Linear, RMSNorm, RotaryEmbedding
+from mini_engine.model.linear_kernels import MIN_ROWS
 
 
 class DecoderLayer:
@@ -22,12 +25,13 @@ class DecoderLayer:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.config = config
+        norm = partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype, device=device)
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.input_norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
+        self.input_norm = norm(config.hidden_size)
         self.qkv_proj = Linear(config.hidden_size, (q_size, kv_size, kv_size), config.qkv_bias, dtype, device)
-        self.qk_norm = torch.empty(config.num_heads + config.num_kv_heads, config.head_dim, dtype=dtype, device=device)
+        self.qk_norm = norm(config.num_heads + config.num_kv_heads, config.head_dim)
         self.o_proj = Linear(q_size, (config.hidden_size,), config.o_bias, dtype, device)
-        self.post_attention_norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
+        self.post_attention_norm = norm(config.hidden_size)
         self.gate_up_proj = Linear(config.hidden_size, (config.intermediate_size,) * 2, config.mlp_bias, dtype, device)
         self.down_proj = Linear(config.intermediate_size, (config.hidden_size,), config.mlp_bias, dtype, device)
 
@@ -35,16 +39,16 @@ class DecoderLayer:
         """Checkpoint name → where that weight goes. A norm of heads is one vector, written to every head's row."""
         attn, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
         slots = {
-            f"{prefix}input_layernorm.weight": self.input_norm,
-            f"{prefix}post_attention_layernorm.weight": self.post_attention_norm,
+            f"{prefix}input_layernorm.weight": self.input_norm.weight,
+            f"{prefix}post_attention_layernorm.weight": self.post_attention_norm.weight,
             **self.qkv_proj.slots([f"{attn}{n}_proj" for n in "qkv"]),
             **self.o_proj.slots([f"{attn}o_proj"]),
             **self.gate_up_proj.slots([f"{mlp}gate_proj", f"{mlp}up_proj"]),
             **self.down_proj.slots([f"{mlp}down_proj"]),
         }
         if self.config.qk_norm:
-            slots[f"{attn}q_norm.weight"] = self.qk_norm[: self.config.num_heads]
-            slots[f"{attn}k_norm.weight"] = self.qk_norm[self.config.num_heads :]
+            slots[f"{attn}q_norm.weight"] = self.qk_norm.weight[: self.config.num_heads]
+            slots[f"{attn}k_norm.weight"] = self.qk_norm.weight[self.config.num_heads :]
         return slots
 
     def __call__(
@@ -53,14 +57,14 @@ class DecoderLayer:
         """Add this layer's part to `hidden` [num_tokens, hidden_size], in place."""
         config, num_tokens = self.config, hidden.shape[0]
         num_qk_heads = config.num_heads + config.num_kv_heads
-        qkv = self.qkv_proj(rms_norm(hidden, self.input_norm, config.rms_norm_eps)).view(num_tokens, -1, config.head_dim)
+        qkv = self.qkv_proj(self.input_norm(hidden)).view(num_tokens, -1, config.head_dim)
         qk = qkv[:, :num_qk_heads]
         if config.qk_norm:
-            qk.copy_(rms_norm(qk, self.qk_norm, config.rms_norm_eps))
+            qk.copy_(self.qk_norm(qk))
         rotary.rotate_(qk, cos, sin)
         kv = qkv[:, config.num_heads :].view(num_tokens, 2, config.num_kv_heads, config.head_dim)
         hidden += self.o_proj(paged_attention(qkv[:, : config.num_heads], kv, kv_cache, metadata))
-        gate, up = self.gate_up_proj(rms_norm(hidden, self.post_attention_norm, config.rms_norm_eps)).chunk(2, 1)
+        gate, up = self.gate_up_proj(self.post_attention_norm(hidden)).chunk(2, 1)
         hidden += self.down_proj(F.silu(gate, inplace=True).mul_(up))
 
 
@@ -71,16 +75,17 @@ class Decoder:
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.embed_tokens = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=self.device)
         self.layers = [DecoderLayer(config, dtype, self.device) for _ in range(config.num_layers)]
-        self.norm = torch.empty(config.hidden_size, dtype=dtype, device=self.device)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, device=self.device)
         self.lm_head = Linear(config.hidden_size, (config.vocab_size,), False, dtype, self.device)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens
         self.rotary = RotaryEmbedding(config.head_dim, config.rope, self.device)
+        self.min_rows = 1  #: a step of fewer tokens is padded to so many
         self.num_bytes = sum(slot.nbytes for slot in self.slots().values())  #: of all weights
 
     def slots(self) -> dict[str, Tensor]:
         """Every checkpoint name that must be loaded, and the view it is copied to."""
-        slots = {"model.embed_tokens.weight": self.embed_tokens, "model.norm.weight": self.norm}
+        slots = {"model.embed_tokens.weight": self.embed_tokens, "model.norm.weight": self.norm.weight}
         if not self.config.tie_word_embeddings:
             slots |= self.lm_head.slots(["lm_head"])
         for i, layer in enumerate(self.layers):
@@ -93,6 +98,8 @@ class Decoder:
             for linear in (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj):
                 linear.pack(quantization)
         self.lm_head.pack(quantization)
+        if quantization == "none" and self.lm_head.kernel is not None:
+            self.min_rows = MIN_ROWS
 
     def new_kv_caches(self, num_blocks: int, block_size: int) -> list[Tensor]:
         """Zeroed caches, one per layer."""
@@ -104,12 +111,16 @@ class Decoder:
 
         Writes the tokens' KV to the slots of `metadata`.
         """
+        num_tokens = len(token_ids)
+        if num_padding := max(self.min_rows - num_tokens, 0):
+            token_ids, positions = F.pad(token_ids, (0, num_padding)), F.pad(positions, (0, num_padding))
         hidden = F.embedding(token_ids, self.embed_tokens)
         cos, sin = self.rotary.cos_sin(positions, self.dtype)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             layer(hidden, cos, sin, self.rotary, kv_cache, metadata)
-        return rms_norm(hidden, self.norm, self.config.rms_norm_eps)
+        return self.norm(hidden)[:num_tokens]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden_size] → logits [n, vocab_size], in the model's dtype."""
-        return self.lm_head(hidden)
+        num_padding = max(self.min_rows - len(hidden), 0)
+        return self.lm_head(F.pad(hidden, (0, 0, 0, num_padding)))[: len(hidden)] if num_padding else self.lm_head(hidden)

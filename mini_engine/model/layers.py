@@ -15,7 +15,8 @@ from torch import Tensor
 
 from mini_engine.config import Quantization
 from mini_engine.model.config import RopeConfig
-from mini_engine.model.linear_kernels import Kernel, float32_kernel, int8_kernel
+from mini_engine.model.int8_kernel import int8_kernel
+from mini_engine.model.linear_kernels import Kernel, float32_kernel
 
 
 class Linear:
@@ -46,9 +47,22 @@ class Linear:
         return F.linear(x, self.weight, self.bias) if self.kernel is None else self.kernel(x)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) * weight over the last dimension; weight may have leading dimensions (one vector per head)."""
-    return F.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
+class RMSNorm:
+    """x / sqrt(mean(x²) + eps) * weight over the last dimension; `shape` may have leading dimensions (one weight per head)."""
+
+    __slots__ = ("eps", "eps_tensor", "weight")
+
+    def __init__(self, *shape: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        self.weight = torch.empty(shape, dtype=dtype, device=device)
+        self.eps, self.eps_tensor = eps, torch.tensor(eps, dtype=torch.promote_types(dtype, torch.float32), device=device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.is_cuda:
+            return F.rms_norm(x, x.shape[-1:], None, self.eps).mul_(self.weight)
+        # on CPU that is five operators with two passes more over x; the square root and its square cost n numbers, not n * hidden_size
+        norm = torch.linalg.vector_norm(x, 2, -1, True, dtype=self.eps_tensor.dtype)
+        scale = torch.addcmul(self.eps_tensor, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+        return torch.mul(x, scale).to(x.dtype).mul_(self.weight)
 
 
 class RotaryEmbedding:

@@ -6,7 +6,6 @@ Stands before a request's path.    vLLM: model_executor/model_loader/default_loa
 """
 
 import json
-import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -18,8 +17,6 @@ from mini_engine.config import Quantization
 from mini_engine.exceptions import VLLMValidationError
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.decoder import Decoder
-
-logger = logging.getLogger(__name__)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -68,14 +65,16 @@ def iterate_safetensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
 
 
 def load_weights(model: Decoder, weights: Iterable[tuple[str, Tensor]], where: str) -> None:
-    """Copy `weights` into the model's slots. Names that the model has no use for are logged (rotary tables, a tied lm_head)."""
+    """Copy `weights` into the model's slots. Only rotary tables and a tied lm_head may be left over: a weight without a place would
+    be a model that computes something else."""
     slots = model.slots()
-    unused = []
+    unknown = []
     for name, tensor in weights:
         slot = slots.pop(name, None)
         per_head = name.endswith(("q_norm.weight", "k_norm.weight"))  # one vector, copied to each head's row
         if slot is None:
-            unused.append(name)
+            if "rotary_emb." not in name and not (name == "lm_head.weight" and model.config.tie_word_embeddings):
+                unknown.append(name)
         elif tensor.shape == (slot.shape[1:] if per_head else slot.shape):
             slot.copy_(tensor)
         else:
@@ -83,5 +82,5 @@ def load_weights(model: Decoder, weights: Iterable[tuple[str, Tensor]], where: s
     if slots:
         names = sorted(slots)
         raise VLLMValidationError(f"{where}: {len(names)} weight(s) missing, first {', '.join(names[:3])}")
-    if unused:
-        logger.info("%d tensor(s) of the checkpoint not used, e.g. %s", len(unused), unused[0])
+    if unknown:
+        raise VLLMValidationError(f"{where}: {len(unknown)} tensor(s) without a place in config.json's model, or twice, first {unknown[0]}")

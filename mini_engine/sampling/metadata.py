@@ -64,7 +64,7 @@ class SamplingMetadata:
         device = torch.device(device)
         random_rows = [i for i, row in enumerate(rows) if not row.params.is_greedy]
         filtered = [i for i in random_rows if rows[i].params.top_p < 1 or rows[i].params.min_p > 0 or 0 < rows[i].params.top_k < vocab_size]
-        random_rows = [i for i in random_rows if i not in filtered] + filtered
+        random_rows = sorted({*random_rows} - {*filtered}) + filtered
         temperatures = [rows[i].params.temperature for i in random_rows]
         asked = {i: row.params.logprobs for i, row in enumerate(rows) if row.params.logprobs is not None}
         self = cls(

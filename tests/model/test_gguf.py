@@ -7,15 +7,19 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from gguf import GGMLQuantizationType
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mini_engine.exceptions import VLLMValidationError
 from mini_engine.model.gguf_convert import model_config, write_config_files, write_weights
 from mini_engine.model.gguf_file import GGUFFile
+from mini_engine.model.loader import load_model
+from tests.model.paged import dense_logits
 from tests.model.tiny_gguf import make_tiny_gguf
 from tests.tiny_model import FAMILIES, LLAMA3_ROPE, Family
 
@@ -60,6 +64,21 @@ def test_there_and_back_gives_the_same_model(tmp_path: Path, family: Family, dty
         assert getattr(ours, key) == getattr(theirs, key), key
     assert type(ours) is type(theirs)
     transformers.AutoModelForCausalLM.from_pretrained(directory)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("quantized", [None, GGMLQuantizationType.BF16, GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_1])
+def test_logits_equal_transformers_reading_of_the_file(tmp_path: Path, family: Family, quantized: GGMLQuantizationType | None) -> None:
+    """From the .gguf to logits, through the cache; transformers undoes llama's permutation in its own way."""
+    make_tiny_gguf(tmp_path / "m.gguf", family, quantized=quantized)
+    config = transformers.AutoConfig.from_pretrained(tmp_path, gguf_file="m.gguf")
+    config.head_dim = 16  # which it does not read from a qwen3 file
+    theirs = transformers.AutoModelForCausalLM.from_config(config)
+    theirs.load_state_dict(load_gguf_checkpoint(tmp_path / "m.gguf", return_tensors=True, model_to_load=theirs)["tensors"])
+    tokens = list(range(3, 60))
+    with torch.inference_mode():
+        ours = dense_logits(load_model(convert(tmp_path / "m.gguf")), tokens)
+        torch.testing.assert_close(ours, theirs.eval()(torch.tensor([tokens])).logits[0], rtol=0, atol=1e-4)
 
 
 def test_llama3_rope_is_recognised_from_its_divisors(tmp_path: Path) -> None:

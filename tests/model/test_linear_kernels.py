@@ -12,11 +12,13 @@ from mini_engine.config import EngineConfig
 from mini_engine.exceptions import VLLMValidationError
 from mini_engine.model import linear_kernels
 from mini_engine.model.layers import Linear
-from mini_engine.model.linear_kernels import LEVELS, float32_kernel, int8_kernel
+from mini_engine.model.int8_kernel import LEVELS, int8_kernel
+from mini_engine.model.linear_kernels import float32_kernel
 from mini_engine.model.loader import load_model
+from mini_engine.worker import worker
 from mini_engine.worker.worker import Worker
 from tests.model.paged import dense_logits
-from tests.tiny_model import make_tiny_model
+from tests.tiny_model import FAMILIES, Family, make_tiny_model
 from tools.quality import TEXT, measure
 
 SIZES = [(1, 16, 16), (3, 40, 24), (32, 96, 64), (300, 17, 33)]  # rows, outputs, inputs
@@ -97,13 +99,16 @@ def test_missing_operators_are_said_and_survived(monkeypatch: pytest.MonkeyPatch
     assert "_reorder_linear_weight" in record.message
     monkeypatch.undo()
     linear_kernels._has_packed_linear.cache_clear()
-    monkeypatch.setattr(linear_kernels, "_INT8_OPERATOR", "gone")
+    monkeypatch.setattr("mini_engine.model.int8_kernel._OPERATOR", "gone")
     with pytest.raises(VLLMValidationError, match="fbgemm"):
         int8_kernel(linear.weight, None)
 
 
-def test_int8_model_is_close_to_the_exact_one(tmp_path: Path) -> None:
-    make_tiny_model(tmp_path, "qwen2")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_int8_model_is_close_to_the_exact_one(tmp_path: Path, family: Family, tied: bool) -> None:
+    """With biases (qwen2), and with an embedding that is the head too: the head is packed, the embedding stays exact."""
+    make_tiny_model(tmp_path, family, tie_word_embeddings=tied)
     sequence = torch.randint(3, 256, (60,), generator=torch.Generator().manual_seed(0)).tolist()
     with torch.inference_mode():
         exact = dense_logits(load_model(tmp_path), sequence)
@@ -116,6 +121,12 @@ def test_int8_beside_another_type_is_refused(tmp_path: Path, changes: dict[str, 
     make_tiny_model(tmp_path)
     with pytest.raises(VLLMValidationError, match="int8 works on float32 on CPU"):
         Worker(EngineConfig(str(tmp_path), device="cpu", quantization="int8", num_threads=1, **changes))
+
+
+def test_int8_on_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "choose_device", torch.device)
+    with pytest.raises(VLLMValidationError, match=r"int8 works on float32 on CPU, not .* on cuda"):
+        Worker(EngineConfig(str(make_tiny_model(tmp_path)), device="cuda", quantization="int8", num_threads=1))
 
 
 @pytest.mark.model

@@ -58,7 +58,29 @@ def test_missing_and_misshapen_weights_are_named(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
-def test_unused_weights_are_ignored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj.bias", "model.layers.2.input_layernorm.weight", "v_head.weight"])
+def test_weights_without_a_place_are_named(tmp_path: Path, name: str) -> None:
+    """A bias or a layer that config.json does not know of would be left out of every answer."""
+    file = make_tiny_model(tmp_path) / "model.safetensors"
+    save_file({**load_file(file), name: torch.ones(96)}, file)
+    with pytest.raises(VLLMValidationError, match=rf"1 tensor\(s\) without a place in .* first {name}"):
+        load_model(tmp_path)
+
+
+def test_a_shard_with_less_than_the_index_says(tmp_path: Path) -> None:
+    shard = sorted(make_tiny_model(tmp_path, shard_bytes=40_000).glob("*.safetensors"))[1]
+    weights = load_file(shard)
+    name = sorted(weights)[0]
+    del weights[name]
+    save_file(weights, shard)
+    with pytest.raises(VLLMValidationError, match=rf"1 weight\(s\) missing, first {name}"):
+        load_model(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": []}')
+    with pytest.raises(VLLMValidationError, match=r"model\.safetensors\.index\.json: not a safetensors index"):
+        load_model(tmp_path)
+
+
+def test_rotary_tables_and_a_tied_head_are_ignored(tmp_path: Path) -> None:
     file = make_tiny_model(tmp_path, tie_word_embeddings=True) / "model.safetensors"
     save_file({**load_file(file), "lm_head.weight": torch.ones(3), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, file)
     assert load_model(tmp_path).config.tie_word_embeddings
@@ -72,6 +94,15 @@ def test_unused_weights_are_ignored(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn' is not supported"),
+        *(
+            ({"rope_parameters": {"rope_type": kind, "factor": 4.0}}, f"rope scaling '{kind}' is")
+            for kind in ("linear", "dynamic", "longrope")
+        ),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling 'linear' is not supported"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, "'low_freq_factor' is missing"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config .*fp8.* is not supported"),
+        ({"num_attention_heads": "6"}, "make no sense"),
         ({"num_key_value_heads": 4}, "6 is not a multiple of num_key_value_heads 4"),
         ({"vocab_size": None}, "'vocab_size' is missing"),
     ],

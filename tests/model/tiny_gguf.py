@@ -26,13 +26,15 @@ def make_tiny_gguf(
     family: Family = "llama",
     *,
     dtype: np.dtype[Any] | type = np.float32,
+    quantized: gguf.GGMLQuantizationType | None = None,
     architecture: str | None = None,
     rope_freqs: np.ndarray | None = None,
     **metadata: Any,
 ) -> dict[str, np.ndarray]:
     """Write `path`; return the Hugging Face tensors it was made from. `metadata` overrides tokenizer.ggml.* strings."""
     heads, kv_heads = 6, 2
-    directory = make_tiny_model(path.parent / f"{path.stem}-hf", family, vocab_size=len(TOKENS), num_heads=heads, num_kv_heads=kv_heads)
+    sizes = {"vocab_size": len(TOKENS), "hidden_size": 96, "num_heads": heads, "num_kv_heads": kv_heads}  # whole blocks of 32
+    directory = make_tiny_model(path.parent / f"{path.stem}-hf", family, **sizes)
     tensors = load_file(directory / "model.safetensors")
     arch = architecture or family
     writer = gguf.GGUFWriter(path, arch)
@@ -42,6 +44,8 @@ def make_tiny_gguf(
     writer.add_feed_forward_length(96)
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(16)
+    writer.add_value_length(16)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(10000.0)
     writer.add_tokenizer_model(metadata.get("model", "gpt2"))
@@ -59,7 +63,10 @@ def make_tiny_gguf(
             tensor = permute(tensor, heads if "q_proj" in name else kv_heads)
         gguf_name = names.get_name(name, (".weight", ".bias"))
         assert gguf_name is not None, name
-        writer.add_tensor(gguf_name, tensor.astype(dtype if tensor.ndim > 1 else np.float32))
+        if quantized is not None and tensor.ndim > 1:
+            writer.add_tensor(gguf_name, gguf.quants.quantize(tensor, quantized), raw_dtype=quantized)
+        else:
+            writer.add_tensor(gguf_name, tensor.astype(dtype if tensor.ndim > 1 else np.float32))
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", rope_freqs.astype(np.float32))
     writer.write_header_to_file()

@@ -3,12 +3,14 @@
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mini_engine.sampling import topk_topp
 from mini_engine.sampling.logprobs import join_prompt_logprobs, prompt_logprobs
@@ -139,6 +141,50 @@ def test_a_seed_alone_in_a_crowd_and_after_preemption() -> None:
     assert tokens == alone
 
 
+class Operators(TorchDispatchMode):
+    """The torch operators that run inside: name → most rows of a tensor as wide as the vocabulary that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wide = [len(a) for a in args if isinstance(a, torch.Tensor) and a.dim() > 1 and a.shape[-1] >= VOCAB]
+        name = func.overloadpacket.__name__
+        self.rows[name] = max([self.rows.get(name, 0), *wide])
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of(batch: list[SamplingRow]) -> dict[str, int]:
+    metadata, logits = SamplingMetadata.from_requests(batch, "cpu", VOCAB), random_logits(len(batch), 0).float()
+    with Operators() as operators:
+        metadata.refresh(batch)
+        Sampler().forward(logits, metadata)
+    del operators.rows["to"]  # of what is float32 already: nothing
+    return operators.rows
+
+
+@pytest.mark.parametrize(
+    ("options", "never"),
+    [
+        ({"temperature": 0.0, "logprobs": 2}, {"sort", "cumsum", "_log_softmax", "index_put_", "exp", "exp_", "clone"}),
+        ({"temperature": 1.0}, {"topk", "sort", "cumsum", "logsumexp", "div_", "clone"}),
+        ({"temperature": 0.7}, {"topk", "sort", "cumsum", "logsumexp", "clone"}),
+        ({"temperature": 0.7, "top_k": 5}, {"sort", "logsumexp", "clone"}),
+    ],
+    ids=str,
+)
+def test_no_operator_runs_for_what_no_row_asks(options: dict, never: set[str]) -> None:
+    assert operators_of([row(temperature=0.0)] * 3) == {"argmax": 3}
+    assert not operators_of([row(**options)] * 3).keys() & never
+
+
+def test_one_row_s_wishes_cost_that_row_only() -> None:
+    everything = row([1], [2], temperature=0.7, top_k=5, top_p=0.5, logprobs=3, frequency_penalty=1.0, logit_bias={3: 1.0})
+    rows = operators_of([*[row(temperature=0.0)] * 63, everything])
+    assert {name for name, n in rows.items() if n > 1} <= {"argmax", "index", "index_put_"}  # the last two: single entries, or one row
+
+
 def test_seeds_and_positions_make_a_difference() -> None:
     flat = torch.zeros(64, 4096)
     seeds, positions = torch.arange(64) // 8, torch.arange(64) % 8
@@ -186,6 +232,10 @@ def test_logprobs_are_of_the_raw_logits(dtype: torch.dtype) -> None:
         np.testing.assert_allclose(logprobs[i, 1:], np.sort(want[i])[::-1][:5], rtol=0, atol=1e-5)
     assert ranks[0] == 1
     assert not ids[1].any() and not logprobs[1].any() and ranks[1] == 0  # did not ask
+    others = sample(logits[[0, 2, 3]], [batch[0], batch[2], batch[3]]).logprobs  # where all rows ask, nothing is picked out
+    assert others is not None
+    for a, b in zip(others[:3], (ids, logprobs, ranks), strict=True):
+        np.testing.assert_allclose(a, b[[0, 2, 3]], rtol=0, atol=1e-6)
 
 
 def test_the_whole_vocabulary_as_logprobs() -> None:

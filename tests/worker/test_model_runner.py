@@ -7,9 +7,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
+from mini_engine.model import attention
+from mini_engine.model.decoder import Decoder
+from mini_engine.sampling_params import SamplingParams
 from mini_engine.scheduler.request import RequestStatus
+from mini_engine.step import CachedRequestData, KVCacheConfig, NewRequestData, SchedulerOutput
 from mini_engine.worker import model_runner
+from mini_engine.worker.model_runner import ModelRunner
 from tests.tiny_model import FAMILIES, Family, reference_greedy
 from tests.worker.conftest import Engine, TinyModel
 
@@ -134,20 +140,29 @@ def test_penalties_survive_preemption(make_engine: MakeEngine) -> None:
     assert [crowd.tokens(f"r{i}") for i in range(3)] == alone
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_equal_transformers(
-    make_engine: MakeEngine, tiny_models: dict[Family, TinyModel], monkeypatch: pytest.MonkeyPatch
+    family: Family, make_engine: MakeEngine, tiny_models: dict[Family, TinyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of sampled tokens and of a prompt that was computed in chunks, in a crowd."""
+    """Of sampled tokens and of a prompt that was computed in chunks, in a crowd, with all of it in the prefix cache already."""
     monkeypatch.setattr(model_runner, "PROMPT_LOGPROBS_TILE", 4)
-    engine = make_engine(max_num_batched_tokens=11)
+    engine = make_engine(family, max_num_batched_tokens=11)
     prompt, other = prompts(13, [30, 12])
+    engine.add("before", prompt, max_tokens=1)
+    engine.run()
     engine.add("other", other, max_tokens=12)
-    engine.add("r", prompt, max_tokens=6, logprobs=3, prompt_logprobs=2)
+    engine.add("hit", prompt, max_tokens=1)
+    engine.add("r", prompt, max_tokens=6, logprobs=3, prompt_logprobs=2, temperature=1.0, seed=0, ignore_eos=True)
     engine.run()
     tokens = engine.tokens("r")
     with torch.inference_mode():
-        logits = tiny_models["llama"].reference(torch.tensor([prompt + tokens])).logits[0]
+        logits = tiny_models[family].reference(torch.tensor([prompt + tokens])).logits[0]
     reference = logits.double().log_softmax(-1)
+    computed = {new.req_id: new.num_computed_tokens for step in engine.steps for new in step.scheduled_new_reqs}
+    assert computed == {"before": 0, "other": 0, "hit": 28, "r": 0}
+
+    def ranks(positions: Tensor, token_ids: list[int]) -> list[int]:
+        return (positions >= positions.gather(1, torch.tensor(token_ids)[:, None])).sum(1).tolist()
 
     (with_prompt,) = [o for o in engine.outputs["r"] if o.new_prompt_logprobs_tensors is not None]
     assert with_prompt is engine.outputs["r"][0]
@@ -156,11 +171,14 @@ def test_logprobs_equal_transformers(
     assert prompt_logprobs.logprob_token_ids[:, 0].tolist() == prompt[1:]
     expected = reference[:29].gather(1, torch.tensor(np.asarray(prompt_logprobs.logprob_token_ids)).long())
     np.testing.assert_allclose(prompt_logprobs.logprobs, expected, atol=1e-4)
+    assert prompt_logprobs.selected_token_ranks.tolist() == ranks(reference[:29], prompt[1:])
+    assert prompt_logprobs.logprob_token_ids[:, 1:].tolist() == reference[:29].topk(2).indices.tolist()
 
     for i, output in enumerate(engine.outputs["r"]):
         assert output.new_logprobs is not None
         ids = output.new_logprobs.logprob_token_ids[0]
         assert ids[0] == tokens[i]
+        assert output.new_logprobs.sampled_token_ranks.tolist() == ranks(reference[29 + i : 30 + i], [tokens[i]])
         assert ids[1:].tolist() == reference[29 + i].topk(3).indices.tolist()
         np.testing.assert_allclose(output.new_logprobs.logprobs[0], reference[29 + i][ids], atol=1e-4)
 
@@ -217,3 +235,26 @@ def test_sampling_metadata_is_kept_while_the_batch_stays(make_engine: MakeEngine
         engine.step()
         kept.append(id(engine.runner._metadata[1]) if engine.runner._metadata else None)
     assert kept[0] == kept[3] != kept[4] == kept[8]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_tensor_is_left_on_the_cpu(family: Family, tiny_models: dict[Family, TinyModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: on torch's meta device every operator checks that its tensors are all on one device, as on CUDA. Prefill, chunks,
+    decode, penalties, processors, random rows; not what looks at values (filters, logprobs)."""
+    for limits in (attention.GATHER_BYTES, attention.WASTE_BYTES):
+        monkeypatch.setitem(limits, "meta", limits["cuda"])
+    model = Decoder(tiny_models[family].model.config, torch.bfloat16, "meta")
+    model.pack()
+    runner = ModelRunner(model, max_num_reqs=3)
+    runner.initialize_kv_cache(KVCacheConfig(16, 4))
+    params = SamplingParams(temperature=0.7, repetition_penalty=1.2, logit_bias={3: 1.0}, allowed_token_ids=[3, 4], min_tokens=1)
+    all_params = [params, params, SamplingParams(temperature=0.0)]
+    new = [NewRequestData(f"r{i}", [5, 6, 7, 8, 9, 10], 6, p, [1 + 2 * i, 2 + 2 * i], 0) for i, p in enumerate(all_params)]
+    chunks = CachedRequestData([], [], []), CachedRequestData(["r0", "r1", "r2"], [None] * 3, [3, 5, 4])
+    for new_requests, cached, sizes in ((new, chunks[0], [3, 5, 4]), ([], chunks[1], [2, 1, 1])):
+        scheduled = {f"r{i}": n for i, n in enumerate(sizes)}
+        runner.execute_model(SchedulerOutput(new_requests, cached, scheduled, sum(sizes), ["r1", "r2"]))
+        pending, runner.pending = runner.pending, None
+        assert pending is not None and pending.logits is not None
+        output = runner.sampler.forward(pending.logits, runner._sampling_metadata(pending.rows))
+        assert output.sampled_token_ids.device.type == "meta"
