@@ -81,7 +81,7 @@ class EngineCore:
         self.step_fn = self.step_with_batch_queue if self.batch_queue_size > 1 else self.step
         #: oldest first; between two calls of step_fn() at most batch_queue_size - 1, and one more after an interrupted one
         self.batch_queue: deque[StepInFlight] = deque()
-        self.waiting = False  #: for the device. An interrupt (KeyboardInterrupt) here has changed nothing: call step_fn() again
+        self.waiting = False  #: for the device. An exception here is an interrupt and has changed nothing: call step_fn() again
         #: ids to abort before the step in flight is accounted for; see process_aborts_queue
         self.aborts_queue: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         self._num_early_aborts = 0  #: taken from aborts_queue, their twins in the input queue not yet seen
@@ -149,11 +149,12 @@ class EngineCore:
         try:
             if (worst := min(ids)) < 0 or (worst := max(ids)) >= vocab_size:  # a foreign front-end's; the device would read what lies there
                 raise VLLMValidationError(f"prompt_token_ids: {worst} is not in the vocabulary; ids are in [0, {vocab_size - 1}]")
-            return Request.from_engine_core_request(request, self._block_hasher)
+            refused_later = len(ids) >= self.scheduler.max_model_len  # by admit(); a client chose the length, so nothing is hashed
+            return Request.from_engine_core_request(request, None if refused_later else self._block_hasher)
         except VLLMValidationError as e:
             reason = str(e)
         except Exception as e:
-            logger.exception("request %s could not be prepared", request.request_id)
+            logger.exception("request %.80r could not be prepared", request.request_id)
             reason = f"internal error: {type(e).__name__}: {e}"
         return Refusal(request.request_id, request.client_index, reason)
 
@@ -166,7 +167,7 @@ class EngineCore:
         """
         live = self.scheduler.requests.get(request.request_id)
         if live is not None and live.client_index == request.client_index:
-            logger.error("dropped an ADD: its client has a live request with the same id %r already", request.request_id)
+            logger.error("dropped an ADD: its client has a live request with the same id %.80r already", request.request_id)
             return None
         try:
             if isinstance(request, Request):
@@ -175,7 +176,7 @@ class EngineCore:
             reason = request.reason
         except VLLMValidationError as e:
             reason = str(e)
-        logger.warning("refused request %r: %s", request.request_id, reason)
+        logger.warning("refused request %.80r: %s", request.request_id, reason)
         return finish_outputs(request.request_id, FinishReason.ERROR, reason)
 
     def abort_requests(self, request_ids: list[str]) -> None:
@@ -240,11 +241,13 @@ class EngineCore:
 
     def _account(self, step: StepInFlight) -> dict[int, EngineCoreOutputs]:
         """Wait for the result of the oldest step in flight, and tell the scheduler."""
-        self.waiting = True
-        model_output = step.forward.result()  # first: if the forward failed, there is nothing that can have been sampled
+        self.waiting = True  # exception() waits as result() does, but raises nothing of the device's
+        if step.forward.exception() is None and step.sampled is not None:  # if the forward failed, nothing can have been sampled
+            step.sampled.exception()
+        self.waiting = False
+        model_output = step.forward.result()
         if step.sampled is not None:
             model_output = step.sampled.result()
-        self.waiting = False
         assert model_output is not None
         self.process_aborts_queue()
         outputs = self.scheduler.update_from_output(step.scheduler_output, model_output)

@@ -18,7 +18,6 @@ Forms 4 and 8 of a request.    vLLM: v1/engine/core.py::EngineCoreProc.process_i
 import logging
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeGuard
@@ -45,13 +44,14 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 10.0  #: from thread start to connected sockets
 OUTPUT_LINGER_MS = 4000  #: how long the last frames may take after the sockets are closed
+LOCAL_LINGER_MS = 500  #: the same on this machine: a front-end that is there takes them at once, and sees a process end without them
 
 
 @contextmanager
 def _push_socket(context: zmq.Context[zmq.Socket[bytes]], address: str) -> Iterator[zmq.Socket[bytes]]:
     with context.socket(zmq.PUSH) as sock:
         sock.setsockopt(zmq.SNDHWM, 0)
-        sock.setsockopt(zmq.LINGER, OUTPUT_LINGER_MS)
+        sock.setsockopt(zmq.LINGER, LOCAL_LINGER_MS if address.startswith("ipc:") else OUTPUT_LINGER_MS)
         sock.connect(address)
         yield sock
 
@@ -65,6 +65,14 @@ def send_engine_dead(output_addresses: Sequence[str]) -> None:
                     sock.send(ENGINE_CORE_DEAD)
             except zmq.ZMQError as e:  # the others must hear of it all the same
                 logger.error("could not tell %s that the engine is dead: %s", address, e)
+
+
+def _readable(field: msgspec.Raw) -> Any:
+    """One field of a message that makes no sense, by itself: None if it cannot be read, so that it hides no other."""
+    try:
+        return msgspec.msgpack.decode(field)
+    except Exception:  # e.g. a map as the key of a map, text that is no UTF-8
+        return None
 
 
 class EngineCoreIO:
@@ -90,7 +98,7 @@ class EngineCoreIO:
         self._add_decoder = MsgpackDecoder(EngineCoreRequest)
         self._abort_decoder = MsgpackDecoder(list[str])
         self._utility_decoder = MsgpackDecoder(UtilityRequest)
-        self._any_decoder = MsgpackDecoder()
+        self._fields_decoder = MsgpackDecoder(list[msgspec.Raw])
         self._input_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # its end ends the input thread
         self._threads = [
             threading.Thread(target=self._run, args=(self.process_output_sockets,), name="core-output"),
@@ -183,9 +191,9 @@ class EngineCoreIO:
         """Answer a message that makes no sense. Whose is it? What can be read without types says: the id is needed, the client may be
         the one whose socket it came on. Else there is nobody to tell but the log."""
         try:
-            fields = self._any_decoder.decode(payload)
+            fields = [_readable(field) for field in self._fields_decoder.decode(payload)]
         except msgspec.DecodeError:
-            fields = None
+            fields = []
         match kind, fields:
             case EngineCoreRequestType.ADD, [str(request_id), *rest]:
                 asked = rest[10] if len(rest) > 10 else None
@@ -205,28 +213,19 @@ class EngineCoreIO:
     def process_output_sockets(self) -> None:
         """Output thread. Owns the PUSH sockets: opened, used and closed here only.
 
-        Frame 0 is written into a buffer that is used again once zmq has let go of it. Auxiliary frames are arrays' own memory, which
-        zmq holds a reference to.
+        Frame 0 is copied by zmq, so one buffer serves for ever, whoever reads late or never. Auxiliary frames are arrays' own memory,
+        which zmq holds a reference to.
         """
-        max_buffers = len(self.addresses.outputs) + 1
-        free: list[bytearray] = []
-        sending: deque[tuple[zmq.MessageTracker, bytearray]] = deque()  # oldest first
+        buffer = bytearray()
         with zmq.Context() as context, ExitStack() as stack:
             sockets = [stack.enter_context(_push_socket(context, address)) for address in self.addresses.outputs]
             self._ready.wait(START_TIMEOUT_S)
             while not isinstance(item := self.output_queue.get(), bytes):
                 client_index, outputs = item
                 outputs.engine_index = self.engine_index
-                while sending and sending[0][0].done:
-                    free.append(sending.popleft()[1])
-                del free[max_buffers:]
-                buffer = free.pop() if free else bytearray()
-                frames = self._encoder.encode_into(outputs, buffer)
-                sock = sockets[client_index]
-                tracker = sock.send(frames[0], zmq.SNDMORE if len(frames) > 1 else 0, copy=False, track=True)
-                assert tracker is not None
-                sending.append((tracker, buffer))
-                if len(frames) > 1:
-                    sock.send_multipart(frames[1:], copy=False)
+                frame, *arrays = self._encoder.encode_into(outputs, buffer)
+                sockets[client_index].send(frame, zmq.SNDMORE if arrays else 0)
+                if arrays:
+                    sockets[client_index].send_multipart(arrays, copy=False)
             for sock in sockets:
                 sock.send(ENGINE_CORE_DEAD)

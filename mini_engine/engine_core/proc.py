@@ -6,7 +6,7 @@
     core-input, core-output      io.py
     core-watch                   lifetime.py: SIGTERM, SIGINT, parent gone
 
-The loop: without work, sleep in input_queue.get(); with work, take all that has arrived without waiting, then one step, and so on.
+The loop: without work, sleep in input_queue.get(); with work, take what has arrived without waiting, then one step, and so on.
 Exit codes: 0 asked to stop, 1 died, 2 cannot work as configured.
 Promises  ENGINE_CORE_DEAD is the last frame to every front-end on every way out that can still send, the orderly one included: a
           remote front-end learns of an engine's end by nothing else (WIRE T15).
@@ -37,12 +37,14 @@ from mini_engine.engine_core.utility import invoke_utility
 from mini_engine.exceptions import VLLMValidationError
 from mini_engine.observe.logging import setup
 from mini_engine.scheduler.request import RequestStatus
+from mini_engine.wire.codec import MsgpackDecoder
 from mini_engine.wire.handshake import EngineHandshakeMetadata, EngineZmqAddresses, HandshakeStatus, engine_identity
 from mini_engine.wire.messages import EngineCoreOutputs, EngineCoreRequestType, FinishReason, UtilityOutput
 
 logger = logging.getLogger("mini_engine.engine_core.proc")  # not __name__, which is "__main__" when the process is this module
 
 HANDSHAKE_TIMEOUT_S = 300  #: from HELLO to INIT
+MAX_MESSAGES_PER_STEP = 256  #: taken in between two steps; a call that fails takes 30 µs
 
 
 @contextmanager
@@ -57,7 +59,7 @@ def startup_handshake(address: str, engine_index: int, headless: bool) -> Iterat
             sock.setsockopt(zmq.LINGER, 0)
             raise RuntimeError(f"no front-end answered at {address} within {HANDSHAKE_TIMEOUT_S} s")
         try:
-            addresses = msgspec.msgpack.decode(sock.recv(), type=EngineHandshakeMetadata).addresses
+            addresses = MsgpackDecoder(EngineHandshakeMetadata).decode(sock.recv_multipart()).addresses
         except msgspec.DecodeError as e:
             raise RuntimeError(f"the front-end at {address} sent an INIT that cannot be read: {e}") from e
         if not addresses.inputs or len(addresses.inputs) != len(addresses.outputs):
@@ -72,15 +74,12 @@ class EngineCoreProc(EngineCore):
     def __init__(self, config: EngineConfig, handshake_address: str, engine_index: int, *, headless: bool, watch: LifetimeWatch) -> None:
         self._shutdown_reason: str | None = None
         with startup_handshake(handshake_address, engine_index, headless) as addresses:
+            watch.addresses += addresses.outputs
             watch.attach(partial(send_engine_dead, addresses.outputs))
-            try:
-                super().__init__(config, engine_index=engine_index)
-                self.io = EngineCoreIO(addresses, engine_index, self.preprocess, self.aborts_queue, config.overlay)
-                self.io.start(msgspec.msgpack.encode(self.ready_response()))
-                watch.attach(self.io.stop_output, self.request_shutdown)
-            except BaseException:
-                send_engine_dead(addresses.outputs)
-                raise
+            super().__init__(config, engine_index=engine_index)
+            self.io = EngineCoreIO(addresses, engine_index, self.preprocess, self.aborts_queue, config.overlay)
+            self.io.start(msgspec.msgpack.encode(self.ready_response()))
+            watch.attach(self.io.stop_output, self.request_shutdown)
             gc.collect()
             gc.freeze()  # what is there now stays: no collection need look at it again, in the middle of a step
 
@@ -96,10 +95,10 @@ class EngineCoreProc(EngineCore):
         logger.info("stopping: %s", self._shutdown_reason)
 
     def _process_input_queue(self) -> None:
-        """Sleep until there is work; then take in everything that has arrived, without waiting."""
+        """Sleep until there is work; then take in what has arrived, without waiting, and not so much that a flood stops the streams."""
         while not self.has_work() and self._shutdown_reason is None:
             self._handle_client_request(*self.io.input_queue.get())
-        while not self.io.input_queue.empty():
+        for _ in range(min(self.io.input_queue.qsize(), MAX_MESSAGES_PER_STEP)):
             self._handle_client_request(*self.io.input_queue.get())
 
     def _handle_client_request(self, request_type: bytes, payload: Any) -> None:
@@ -157,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup("core")
     setproctitle.setproctitle("mini-engine: core")
     setproctitle.setthreadtitle("core-loop")
-    watch = LifetimeWatch(args.parent_fd)
+    watch = LifetimeWatch(args.parent_fd, args.handshake_address)
     engine: EngineCoreProc | None = None
     try:
         config = EngineConfig.from_dict(json.loads(args.config))
@@ -173,6 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         if engine is not None:
             engine.shutdown()
+        else:
+            watch.send_dead()
         watch.close()
 
 

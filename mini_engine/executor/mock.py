@@ -161,7 +161,7 @@ class MockExecutor(Executor):
             self._requests[req_id].block_ids.extend(new_block_ids or ())
 
     def _num_logprobs(self, logprobs: int | None) -> int | None:
-        return self.vocab_size if logprobs == -1 else logprobs
+        return self.vocab_size if logprobs == -1 else logprobs and min(logprobs, self.vocab_size)  # as the real sampler
 
     def _compute(self, request: _DeviceRequest, start: int, end: int) -> int:
         """Tokens [start, end): read the slot before them, write theirs, return the last hash."""

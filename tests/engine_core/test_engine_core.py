@@ -104,6 +104,18 @@ def test_whatever_the_interleaving_tokens_are_the_oracles(model, prompts, num_bl
         client.shutdown()
 
 
+def test_what_is_refused_for_its_size_costs_no_hashing_and_does_not_fill_the_log(make_client, caplog):
+    client = make_client()
+    request = make_request("x" * 1_000_000, [1] * 100_000)
+    assert client.engine_core.preprocess(request).block_hashes == []
+    client.add_request(request)
+    last = drain(client).last[request.request_id]
+    assert last.finish_reason is FinishReason.ERROR and "the prompt has 100000 tokens" in last.stop_reason
+    longest = make_request("longest", [1] * (client.ready_response.max_model_len - 1))
+    assert len(client.engine_core.preprocess(longest).block_hashes) == len(longest.prompt_token_ids) // 16
+    assert "refused" in caplog.text and len(caplog.text) < 1000
+
+
 def test_a_repeated_prompt_hits_the_cache_and_gives_the_same(make_client):
     client = make_client()
     prompt = list(range(64))

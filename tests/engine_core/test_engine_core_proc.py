@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from mini_engine.config import MockConfig
+from mini_engine.engine_core.proc import MAX_MESSAGES_PER_STEP
 from mini_engine.executor.mock import mock_generate
 from mini_engine.wire.codec import MsgpackEncoder
 from mini_engine.wire.messages import EngineCoreRequestType, FinishReason
@@ -182,6 +183,21 @@ def test_utility_calls_always_get_an_answer(front_end):
     front_end.until(lambda: 78 in front_end.utilities)
 
 
+def test_a_flood_of_calls_does_not_stop_the_streams(model, tmp_path):
+    with running_engine(tmp_path / "e", mock_config(model)) as (front_end, _):
+        front_end.add(make_request("stream", [1, 2], 400))
+        front_end.until(lambda: front_end.streams.tokens["stream"])
+        call = msgpack.packb([0, 5, "nonexistent", []])
+        for _ in range(8000):
+            front_end.send(UTILITY, call)
+        in_a_row = longest = 0
+        while "stream" not in front_end.streams.last:
+            in_a_row = 0 if front_end.receive().outputs else in_a_row + 1
+            longest = max(longest, in_a_row)
+        assert longest <= 3 * MAX_MESSAGES_PER_STEP
+        assert front_end.streams.tokens["stream"] == mock_generate([1, 2], 400, VOCAB_SIZE)
+
+
 @pytest.mark.parametrize(
     "frames",
     [
@@ -313,13 +329,22 @@ def test_what_cannot_start_says_why_without_a_traceback(model, tmp_path, changes
 
 
 @pytest.mark.parametrize(
-    "init", [b"", b"\x80", msgpack.packb({"addresses": {"inputs": [], "outputs": []}}), msgpack.packb({"addresses": {"inputs": ["x"]}})]
+    "init",
+    [
+        b"",
+        b"\x80",
+        b"\x81\xa1x" + b"\x91" * 100_000,
+        msgpack.packb({"addresses": {"inputs": [], "outputs": []}}),
+        msgpack.packb({"addresses": {"inputs": ["x"]}}),
+    ],
+    ids=lambda init: repr(init[:20]),
 )
 def test_an_unreadable_init_is_fatal(model, tmp_path, init):
     with running_engine(tmp_path / "e", mock_config(model), handshake=False) as (front_end, engine):
         front_end.receive_handshake()
         front_end.send_init(init)
         assert engine.wait() == 1
+        assert "INIT" in engine.log.read_text().splitlines()[-1]
 
 
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGTERM, 143), ("parent gone", 1)])
@@ -355,7 +380,7 @@ def test_two_engines_side_by_side(model, tmp_path):
 
 
 def test_large_messages_reuse_buffers_and_stay_whole(model, tmp_path):
-    """Frames of more than 64 KiB are sent without a copy: their buffers must not be written again before zmq is done with them."""
+    """One buffer serves all messages, whatever their size, while earlier ones still wait to be sent."""
     config = mock_config(model, MockConfig(num_blocks=8000), max_num_seqs=1500, check=False)
     with running_engine(tmp_path / "e", config, transport="tcp") as (front_end, engine):
         ids = [f"{i}-{'x' * 60}" for i in range(1500)]

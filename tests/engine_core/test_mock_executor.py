@@ -89,6 +89,12 @@ def test_a_wrong_block_gives_a_wrong_token(executor):
         assert (token(executor.sample_tokens(None)) == right) is is_right
 
 
+@pytest.mark.parametrize(("asked", "given"), [(0, 0), (3, 3), (-1, VOCAB_SIZE), (VOCAB_SIZE + 1, VOCAB_SIZE), (2**62, VOCAB_SIZE)])
+def test_more_logprobs_than_there_are_tokens_are_all_of_them(executor, asked, given):
+    executor.execute_model(new_step([5, 6, 7], [3], logprobs=asked))
+    assert executor.sample_tokens(None).logprobs.logprobs.shape == (1, given + 1)
+
+
 def test_an_empty_step_needs_no_sampling_and_is_not_counted(model):
     executor = MockExecutor(mock_config(model, MockConfig(num_blocks=16, crash_at_step=2)))
     executor.initialize_from_config(KVCacheConfig(16, 16))
