@@ -30,11 +30,11 @@ def int8_kernel(weight: Tensor, bias: Tensor | None) -> Kernel:
 
     def kernel(x: Tensor) -> Tensor:
         n = x.shape[0]
-        scale = torch.linalg.vector_norm(x, torch.inf, -1, True).clamp_min_(1e-30)  # the largest; a row of zeros stays one
-        unit = x / scale
-        first = torch.fake_quantize_per_tensor_affine(unit, 1 / LEVELS, 0, -LEVELS, LEVELS)
-        rest = unit.sub(first).mul_(2 * LEVELS)  # what rounding took away, at most half a level: as large as a unit again
-        y = multiply(torch.cat((first, rest)), 1 / LEVELS, LEVELS + 1, packed)
+        scale = x.abs().amax(-1, keepdim=True).clamp_min_(1e-30).div_(LEVELS)  # a row of zeros stays one
+        rest = x / scale
+        first = rest.round()
+        rest.sub_(first).mul_(2 * LEVELS)  # what rounding took away, at most half a level, on the same scale of levels
+        y = multiply(torch.cat((first, rest)), 1.0, LEVELS + 1, packed)
         y = y[:n].add_(y[n:], alpha=0.5 / LEVELS).mul_(scale)
         return y if bias is None else y.add_(bias)
 
