@@ -3,7 +3,7 @@
 Form 9 of a request, after detokenization.    vLLM: outputs.py
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mini_engine.sampling_params import RequestOutputKind
 
@@ -49,20 +49,23 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0  #: prompt tokens whose KV came from the prefix cache
     error: str | None = None  #: why, when finish_reason is "error" and the engine said so
+    _places: dict[int, int] | None = field(default=None, init=False, repr=False, compare=False)  # index → place in outputs, once merged
 
     def add(self, newer: "RequestOutput", kind: RequestOutputKind) -> None:
         """Merge `newer` into this unread output: coalescing for a slow reader, nothing is lost (WIRE §4).
 
         DELTA: text, token ids and logprobs are appended per index. CUMULATIVE and FINAL_ONLY: the newer completion of an index
-        holds everything the older one did and replaces it. An unseen index (n > 1) is appended.
+        holds everything the older one did and replaces it. An unseen index (n > 1) is appended. Costs what is new, whatever n is.
         """
         self.finished |= newer.finished
         self.error = newer.error or self.error
         if self.prompt_logprobs is None:  # with DELTA and n > 1 each child brings them once; this may be the first that does
             self.prompt_logprobs = newer.prompt_logprobs
+        if self._places is None:
+            self._places = {old.index: place for place, old in enumerate(self.outputs)}
         for new in newer.outputs:
-            place = next((i for i, old in enumerate(self.outputs) if old.index == new.index), None)
-            if place is None:
+            place = self._places.setdefault(new.index, len(self.outputs))
+            if place == len(self.outputs):
                 self.outputs.append(new)
             elif kind is not RequestOutputKind.DELTA:
                 self.outputs[place] = new
@@ -70,7 +73,7 @@ class RequestOutput:
                 old = self.outputs[place]
                 old.text += new.text
                 old.token_ids.extend(new.token_ids)
-                if new.logprobs:
-                    old.logprobs = (old.logprobs or []) + new.logprobs
+                if old.logprobs is not None:  # else none were asked for
+                    old.logprobs.extend(new.logprobs or ())
                 old.cumulative_logprob = new.cumulative_logprob
                 old.finish_reason, old.stop_reason = new.finish_reason, new.stop_reason

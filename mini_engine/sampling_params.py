@@ -87,6 +87,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids or []))
         self.bad_words = list(dict.fromkeys(self.bad_words or []))
         self._check_ranges()
+        try:
+            msgspec.msgpack.encode(self)
+        except (OverflowError, UnicodeEncodeError, TypeError):  # beyond 64 bits, a lone surrogate, an object in extra_args
+            for name, value in msgspec.structs.asdict(self).items():
+                try:
+                    msgspec.msgpack.encode(value)
+                except Exception as e:
+                    raise VLLMValidationError(f"{name} cannot be sent to an engine: {e}; got {value!r:.80}", parameter=name) from None
         if self.stop and not self.include_stop_str_in_output:
             self.output_text_buffer_length = max(map(len, self.stop)) - 1
         if self.is_greedy:
@@ -110,7 +118,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         check("n", self.n == 1 or not self.is_greedy, "1 with temperature 0 (greedy: all answers would be the same)")
         check("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]")
         check("top_k", self.top_k >= -1, "0 (all) or at least 1")
-        check("seed", self.seed is None or -(2**63) <= self.seed < 2**64, "a 64-bit integer")
+        check("seed", self.seed is None or -(2**63) <= self.seed <= 2**64 - self.n, "a 64-bit integer, as must be seed + n - 1")
         check("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]")
         check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1")
         check("min_tokens", self.min_tokens >= 0, "at least 0")

@@ -3,8 +3,9 @@
 Nothing is encoded. get_output() makes one step; with overlap, the device runs the next one between two calls. What is refused comes
 back as an ERROR output from the next get_output(), as it would over the wire.
 
-Promises  A call that was interrupted while it waited for the device changed nothing, and the next one goes on. Any other exception out of
-          the engine is its end: every later call raises EngineDeadError with the cause.
+Promises  A call that was interrupted while it waited for the device, by Ctrl-C or by what another signal's handler raised, changed
+          nothing, and the next one goes on. Any other exception out of the engine is its end: every later call raises EngineDeadError
+          with the cause.
 
 In place of forms 4 and 8 of a request.    vLLM: v1/engine/core_client.py::InprocClient
 """
@@ -39,7 +40,7 @@ class InprocClient:
         try:
             yield self.engine_core
         except BaseException as e:
-            if isinstance(e, Exception) or not self.engine_core.waiting:
+            if not self.engine_core.waiting:
                 self._dead = f"{type(e).__name__}: {e}"
             raise
         finally:

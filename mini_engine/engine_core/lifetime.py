@@ -13,9 +13,11 @@ Beside the request's path.    vLLM: v1/engine/core.py::run_engine_core (signal h
 import logging
 import os
 import select
+import shutil
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +27,12 @@ SHUTDOWN_DEADLINE_S = 5.0
 class LifetimeWatch:
     """Made, attached and closed on the main thread of the process."""
 
-    def __init__(self, parent_fd: int | None) -> None:
+    def __init__(self, parent_fd: int | None, address: str) -> None:
         """parent_fd: read end of a pipe whose only write end the parent holds; it reads EOF when the parent is gone. None: no parent."""
+        self.addresses = [address]  #: where the parent has made sockets
         self._lock = threading.Lock()
         self._request_shutdown: Callable[[str], None] | None = None
-        self._send_dead: Callable[[], None] = lambda: None
+        self.send_dead: Callable[[], None] = lambda: None  #: ENGINE_CORE_DEAD to the front-ends that are known
         self._left = threading.Event()
         self._read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._write_fd, False)
@@ -43,7 +46,7 @@ class LifetimeWatch:
     def attach(self, send_dead: Callable[[], None], request_shutdown: Callable[[str], None] | None = None) -> None:
         """How to tell the front-ends, once they are known; how to tell the core loop, once there is one. Called from core-watch."""
         with self._lock:
-            self._send_dead, self._request_shutdown = send_dead, request_shutdown
+            self.send_dead, self._request_shutdown = send_dead, request_shutdown
 
     def close(self) -> None:
         """The process is leaving by itself."""
@@ -55,6 +58,9 @@ class LifetimeWatch:
         """(why to stop, the exit code for stopping at once)."""
         ready, _, _ = select.select(self._watched, [], [])
         if self._read_fd not in ready:
+            for directory in (Path(address.removeprefix("ipc://")).parent for address in self.addresses):
+                if directory.name.startswith("mini_engine-"):  # transport/listeners.py's, and nobody else is left to remove it
+                    shutil.rmtree(directory, ignore_errors=True)
             return "the parent process is gone", 1
         signum = os.read(self._read_fd, 1)[0]
         return (signal.Signals(signum).name, 128 + signum) if signum else ("", 0)
@@ -66,10 +72,10 @@ class LifetimeWatch:
         with self._lock:
             if self._request_shutdown is None:
                 logger.warning("stopped while starting: %s", reason)
-                self._send_dead()
+                self.send_dead()
                 os._exit(exit_code)
         self._request_shutdown(reason)
         if not self._left.wait(SHUTDOWN_DEADLINE_S):
             logger.critical("the core loop did not stop within %.0f s (a device call that hangs?): leaving without it", SHUTDOWN_DEADLINE_S)
-            self._send_dead()
+            self.send_dead()
             os._exit(1)

@@ -156,7 +156,7 @@ def run_chat(engine_config: EngineConfig, options: Options) -> int:
                     text = runner.run(_print_answer(source, asked))
                 except KeyboardInterrupt:
                     _say("[stopped]")
-                except (VLLMValidationError, EngineGenerateError) as e:
+                except (VLLMValidationError, EngineGenerateError, UnicodeError) as e:
                     _say(f"error: {e}")
                 else:
                     messages = [*asked, {"role": "assistant", "content": text}]
@@ -200,6 +200,7 @@ def _open(runner: asyncio.Runner, engine_config: EngineConfig, options: Options)
 
 def _questions() -> Iterator[str]:
     terminal = sys.stdin.isatty()
+    sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # bytes that are no text: that question's error
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         if terminal:
             import readline  # noqa: F401  importing it gives input() a history and line editing

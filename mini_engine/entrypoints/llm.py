@@ -1,8 +1,9 @@
 """LLM: offline inference in this process. `LLM().generate("…")` is the whole interface; no server, no socket.
 
 Promises  Answers in the order of the prompts, whatever order they finish in. A wrong prompt or parameter is refused before anything of
-          the call has run. Ctrl-C leaves the engine empty and usable: it takes effect while the device is waited for or after the step,
-          the second Ctrl-C at once. `del llm` frees the model (close() does it by name), as does the end of the interpreter.
+          the call has run. Ctrl-C, or what another signal's handler raises, leaves the engine empty and usable: it takes effect while
+          the device is waited for or after the step, the second Ctrl-C at once. Calls from several threads run one after the other.
+          `del llm` frees the model (close() does it by name), as does the end of the interpreter.
 
 Both ends of a request's path in one process, hence in entrypoints/.    vLLM: entrypoints/llm.py::LLM
 """
@@ -20,9 +21,10 @@ from typing import Any, Self, TypeAlias
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from mini_engine import overlay
 from mini_engine.config import DEFAULT_MODEL, EngineConfig
 from mini_engine.engine_core.inproc import InprocClient
-from mini_engine.exceptions import VLLMValidationError
+from mini_engine.exceptions import EngineDeadError, VLLMValidationError
 from mini_engine.llm.input_processor import InputProcessor
 from mini_engine.llm.llm_engine import LLMEngine
 from mini_engine.llm.output_processor import OutputProcessor
@@ -39,33 +41,36 @@ Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 
 @contextmanager
-def _interrupts_put_off(waiting: Callable[[], bool]) -> Iterator[Callable[[], None]]:
-    """Ctrl-C raises at once while waiting() only, else in the next call of what is yielded, or at the end; the second one anywhere.
-
-    In the middle of a step's bookkeeping it would be the end of the engine. A handler that is not Python's own stays in charge.
+def _signals_put_off(waiting: Callable[[], bool]) -> Iterator[Callable[[], None]]:
+    """A signal's Python handler runs at once while waiting() only, else in the next call of what is yielded, or at the end; for the
+    second Ctrl-C anywhere. So Ctrl-C, or a handler that raises, say for a timeout, cannot end the engine in the middle of a step.
     """
-    pending = False
+    handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    pending: dict[int, FrameType | None] = {}
 
-    def on_interrupt(_signal: int, _frame: FrameType | None) -> None:
-        nonlocal pending
-        now, pending = pending or waiting(), True
-        check(now)
+    def on_signal(signum: int, frame: FrameType | None) -> None:
+        insists = signum == signal.SIGINT and signum in pending
+        pending[signum] = frame
+        if insists or waiting():
+            run_handlers()
 
-    def check(now: bool = True) -> None:
-        nonlocal pending
-        if pending and now:
-            pending = False
-            raise KeyboardInterrupt
+    def run_handlers() -> None:
+        while pending:
+            signum, frame = pending.popitem()
+            handlers[signum](signum, frame)
 
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield check
-        return
-    signal.signal(signal.SIGINT, on_interrupt)
     try:
-        yield check
+        for signum in signal.valid_signals() if threading.current_thread() is threading.main_thread() else ():
+            if callable(handler := signal.getsignal(signum)):
+                handlers[signum] = handler
+                signal.signal(signum, on_signal)
+        yield run_handlers
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    check()
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is on_signal:  # else a handler has set another
+                signal.signal(number, handler)
+        for number in pending:
+            signal.raise_signal(number)
 
 
 class LLM:
@@ -76,6 +81,7 @@ class LLM:
         if isinstance(flag := engine_args.get("async_scheduling"), bool):
             engine_args["async_scheduling"] = "on" if flag else "off"
         config = EngineConfig.from_dict({"model": os.fspath(model) if isinstance(model, os.PathLike) else model, **engine_args})
+        overlay.check(config.overlay)
         config.model = str(resolve_model(model, weights=config.executor != "mock"))
         self._files = ModelFiles.load(config.model)
         tokenizer = Tokenizer.load(config.model)
@@ -91,6 +97,7 @@ class LLM:
         input_processor = InputProcessor(self._files, tokenizer, max_model_len)
         self.llm_engine = LLMEngine(self._client, input_processor, OutputProcessor(tokenizer, overlay=config.overlay))
         self._next_request_id = 0
+        self._lock, self._pid = threading.Lock(), os.getpid()
 
     def generate(
         self,
@@ -107,11 +114,8 @@ class LLM:
         if isinstance(prompts, bytes | bytearray) or not (hasattr(prompts, "__getitem__") and hasattr(prompts, "__len__")):
             forms = "text, token ids, a map with prompt or prompt_token_ids, or a list of these"
             raise VLLMValidationError(f"prompts must be {forms}; got {short(prompts)}", parameter="prompts")
-        listed: Sequence[Prompt]
-        if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-            listed = [prompts]  # type: ignore[list-item]
-        else:
-            listed = prompts  # type: ignore[assignment]
+        single = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        listed: Any = [prompts] if single else prompts
         return self._run([self._token_ids(prompt) for prompt in listed], sampling_params, use_tqdm, priority)
 
     def chat(
@@ -126,8 +130,7 @@ class LLM:
         if not isinstance(messages, list | tuple):
             raise VLLMValidationError(f"messages must be a list of messages, or of such lists; got {short(messages)}", parameter="messages")
         conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        rendered: list[tuple[str | None, Sequence[int]]] = []
-        rendered += [self._renderer.render_chat_sync(conversation, **template_args) for conversation in conversations]
+        rendered = [self._renderer.render_chat_sync(conversation, **template_args) for conversation in conversations]
         return self._run(rendered, sampling_params, use_tqdm, None)
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -138,7 +141,8 @@ class LLM:
         return self._renderer.tokenizer
 
     def reset_prefix_cache(self) -> bool:
-        return bool(self._client.call_utility("reset_prefix_cache"))
+        with self._lock:
+            return bool(self._client.call_utility("reset_prefix_cache"))
 
     def close(self) -> None:
         """Free the model. Idempotent."""
@@ -179,20 +183,22 @@ class LLM:
         for name, given in (("sampling_params", all_params), ("priority", priority)):
             if given is not None and len(given) != len(prompts):
                 raise VLLMValidationError(f"{len(prompts)} prompts need as many {name}, got {len(given)}", parameter=name)
-        ids = [str(self._next_request_id + i) for i in range(len(prompts))]
-        self._next_request_id += len(prompts)
+        if os.getpid() != self._pid:
+            raise EngineDeadError(f"this LLM, with its device's thread, lives in process {self._pid}: a forked child must make its own")
         outputs: dict[str, RequestOutput] = {}
-        with _interrupts_put_off(lambda: self._client.engine_core.waiting) as check_interrupt:
+        with self._lock, _signals_put_off(lambda: self._client.engine_core.waiting) as check_signals:
+            ids = [str(self._next_request_id + i) for i in range(len(prompts))]
+            self._next_request_id += len(prompts)
             try:
                 for i, (text, token_ids) in enumerate(prompts):
-                    check_interrupt()
+                    check_signals()
                     own = all_params[i].clone()
                     own.output_kind = RequestOutputKind.FINAL_ONLY
                     self.llm_engine.add_request(ids[i], token_ids, own, prompt=text, priority=priority[i] if priority else 0)
                 with self._progress(use_tqdm) as progress:
                     bar, num_tokens = progress.add_task("generate", total=len(prompts), tokens=0), 0
                     while self.llm_engine.has_unfinished_requests():
-                        check_interrupt()
+                        check_signals()
                         for output in self.llm_engine.step():
                             outputs[output.request_id] = output
                             num_tokens += sum(len(completion.token_ids) for completion in output.outputs)

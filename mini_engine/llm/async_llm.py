@@ -7,7 +7,8 @@
 
 Law       Registered before sent, forgotten when its terminal output is made; whatever ends generate() early (cancel at any await, the
           reader's break, an exception) aborts the request here and in the engine. So nothing leaks and nothing is answered twice.
-Fairness  A message of more than output_chunk_size outputs is handled in slices, with a turn of the loop between them.
+Fairness  A message of more than output_chunk_size outputs is handled in slices, with a turn of the loop between them; so is a request
+          for more answers than that.
 Death     The handler ends by EngineDeadError or by a fault of its own; either way every waiting reader gets EngineDeadError at once.
 
 Forms 3 and 9 of a request.    vLLM: v1/engine/async_llm.py::AsyncLLM; WIRE §4
@@ -19,6 +20,8 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from mini_engine.exceptions import EngineDeadError
 from mini_engine.llm.collector import RequestOutputCollector
@@ -60,6 +63,7 @@ class AsyncLLM:
         *,
         stat_logger: StatLogger | None = None,
         output_chunk_size: int = 128,
+        log_requests: bool = False,
     ) -> None:
         self.client = client
         self.renderer = renderer
@@ -67,6 +71,7 @@ class AsyncLLM:
         self.output_processor = output_processor
         self._stat_logger = stat_logger
         self._output_chunk_size = output_chunk_size
+        self._log_requests = log_requests
         self._handler_error: EngineDeadError | None = None
         self._output_handler = asyncio.create_task(self._run_output_handler(), name="output_handler")
         self._output_handler.add_done_callback(self._on_handler_done)
@@ -94,10 +99,15 @@ class AsyncLLM:
             prompt, inputs = inputs, await self.renderer.tokenize_prompt(inputs)
         request = self.input_processor.process_inputs(request_id, inputs, params, arrival_time, priority, cache_salt)
         self._raise_if_dead()  # it may have died meanwhile, and then nobody would end this request
+        if self._log_requests:
+            told = msgspec.to_builtins(request.sampling_params)  # what is not the default
+            logger.info("Received request %s: params: %s, prompt tokens: %d", request_id, told, len(request.prompt_token_ids or ()))
         collector = RequestOutputCollector(params.output_kind)
         finished = False
         try:
-            for child in self.output_processor.add_request(request, prompt, collector):
+            for i, child in enumerate(self.output_processor.add_request(request, prompt, collector)):
+                if i % self._output_chunk_size == self._output_chunk_size - 1:
+                    await asyncio.sleep(0)
                 await self.client.add_request_async(child)
             while not finished:
                 output = collector.get_nowait() or await collector.get()

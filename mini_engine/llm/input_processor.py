@@ -25,6 +25,7 @@ UNBUILT_PARAMS = (
     *("structured_outputs", "thinking_token_budget", "repetition_detection", "logprob_token_ids"),
     *("flat_logprobs", "stream_interval", "extra_args"),
 )
+MAX_BAD_WORDS_CHARS = 16_384  #: together; they are tokenized on the event loop. vLLM takes 1,024 tokens of them
 
 
 def _refusal(parameter: str, value: object, message: str) -> VLLMValidationError:
@@ -77,12 +78,8 @@ class InputProcessor:
         if not ids:
             raise _refusal("prompt", 0, "the prompt must not be empty: it has 0 tokens")
         if len(ids) >= self.max_model_len:
-            raise _refusal(
-                "prompt",
-                len(ids),
-                f"the prompt has {len(ids)} tokens; with at least one token of output that is more than the maximum model length of "
-                f"{self.max_model_len} tokens. Shorten the prompt",
-            )
+            rule = f"with at least one token of output that is more than the maximum model length of {self.max_model_len} tokens"
+            raise _refusal("prompt", len(ids), f"the prompt has {len(ids)} tokens; {rule}. Shorten the prompt")
         self._check_vocabulary("prompt", ids)
         return ids
 
@@ -110,12 +107,8 @@ class InputProcessor:
         if params.max_tokens is None:
             params.max_tokens = room
         if params.min_tokens > (most := min(params.max_tokens, room)):
-            raise _refusal(
-                "min_tokens",
-                params.min_tokens,
-                f"min_tokens must be at most {most}, what max_tokens and the maximum model length of {self.max_model_len} leave after a "
-                f"prompt of {num_prompt_tokens}; got {params.min_tokens}",
-            )
+            why = f"what max_tokens and the maximum model length of {self.max_model_len} leave after a prompt of {num_prompt_tokens}"
+            raise _refusal("min_tokens", params.min_tokens, f"min_tokens must be at most {most}, {why}; got {params.min_tokens}")
         assert params.stop_token_ids is not None  # a list after construction
         if not params.ignore_eos:
             params._eos_token_id = self._eos_token_id
@@ -129,6 +122,9 @@ class InputProcessor:
 
     def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Each word as tokens: as it stands, and as it follows a space where that is another first token of as many tokens."""
+        if (num_chars := sum(map(len, words))) > MAX_BAD_WORDS_CHARS:
+            message = f"bad_words may have at most {MAX_BAD_WORDS_CHARS} characters together, got {num_chars} in {len(words)} words"
+            raise _refusal("bad_words", num_chars, message)
         sequences: list[list[int]] = []
         for word in words:
             bare = self._tokenizer.encode(word.lstrip(), add_special_tokens=False)

@@ -1,7 +1,7 @@
 """LLMEngine: the synchronous counterpart of AsyncLLM. No task, no queue: step() runs one engine step and returns what it gave.
 
 Promises  the same input and output processing as the server's, so the same text, logprobs and errors.
-Callers   one thread. `client` is an InprocClient or anything with its five methods; who closes the engine owns this object.
+Callers   one thread. `client` is an InprocClient or anything with these three of its methods; who closes the engine owns this object.
 
 Forms 3 and 9 of a request, offline.    vLLM: v1/engine/llm_engine.py::LLMEngine
 """
@@ -23,8 +23,6 @@ class EngineCoreClient(Protocol):
     def add_request(self, request: EngineCoreRequest) -> None: ...
     def abort_requests(self, request_ids: list[str]) -> None: ...
     def get_output(self) -> EngineCoreOutputs: ...
-    def call_utility(self, method: str, *args: object) -> object: ...
-    def shutdown(self) -> None: ...
 
 
 class LLMEngine:

@@ -200,17 +200,20 @@ class OutputProcessor:
     ) -> tuple[list[RequestOutput], list[str]]:
         """End requests here, each with a terminal output whose finish_reason is "abort"; unknown ids are ignored.
 
-        `internal`: ids of ours, a parent's included, which stands for its children; otherwise the caller's ids, each of which
-        stands for every request that carries it. Results as process_outputs: outputs without a queue, ids to abort in the engine.
+        `internal`: ids of ours, a parent's included, which stands for its children, and whose reader is gone: nothing is queued
+        for it. Otherwise the caller's ids, each of which stands for every request that carries it. Results as process_outputs:
+        outputs without a queue, ids to abort in the engine.
         """
         ids: list[str] = []
         for given in request_ids:
             if not internal:
                 ids += sorted(self.external_req_ids.get(given, ()))
             elif (parent := self.parent_requests.get(given)) is not None:
-                ids += sorted(parent.child_requests)
+                ids += sorted(parent.child_requests & self.request_states.keys())
             elif given in self.request_states:
                 ids.append(given)
+        for request_id in ids if internal else ():
+            self.request_states[request_id].queue = None
         outputs = [EngineCoreOutput(request_id, [], finish_reason=FinishReason.ABORT) for request_id in ids]
         return self.process_outputs(outputs, 0.0, iteration_stats)[0], ids
 

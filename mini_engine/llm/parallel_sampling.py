@@ -7,6 +7,8 @@ index; with FINAL_ONLY a single output when the last child has finished.
 Stands at forms 3 and 9 of a request.    vLLM: v1/engine/parallel_sampling.py::ParentRequest; WIRE §4
 """
 
+from copy import copy
+
 import msgspec
 
 from mini_engine.outputs import CompletionOutput
@@ -29,13 +31,16 @@ class ParentRequest:
         self._completions: list[CompletionOutput] = []  # finished ones, kept until all are
 
     def children(self, request: EngineCoreRequest) -> list[EngineCoreRequest]:
-        """The n requests to send. They share prompt and, without a seed, parameters: nobody changes either."""
+        """The n requests to send. They share prompt and parameters, but for the seed: nobody changes either."""
         params = request.sampling_params
         assert params is not None
-        shared = msgspec.structs.replace(params, n=1)
+        own = copy(params)  # not replace(): that checks and copies every list again
+        own.n = 1
         children = []
         for index in range(self.n):
-            own = shared if params.seed is None else msgspec.structs.replace(shared, seed=params.seed + index)
+            if params.seed is not None:
+                own = copy(own)
+                own.seed = params.seed + index
             children.append(msgspec.structs.replace(request, request_id=f"{index}_{self.request_id}", sampling_params=own))
         return children
 

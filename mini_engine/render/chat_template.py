@@ -2,8 +2,8 @@
 
 Promises  the same text as transformers' apply_chat_template; the caller's messages stay as they are; whatever goes wrong inside a template
           is the client's error (a template refuses roles, orders, missing fields by raising), with the template's own message.
-Sandbox   templates are downloaded programs, and some requests bring their own: no attribute that starts with "_", no changing of
-          arguments, no ranges above 100,000.
+Sandbox   templates are downloaded programs, and those of requests are run too if the server trusts them: no attribute that starts
+          with "_", no changing of arguments, no ranges above 100,000. Nothing limits time or memory.
 
 Change of form 2, on a thread of the render pool.    vLLM: renderers/hf.py (safe_apply_chat_template), renderers/chat_utils.py
 """
@@ -26,7 +26,7 @@ Message = Mapping[str, Any]  #: role, content (text, or a list of text parts), a
 
 #: Put behind the final message to find where it ends in the prompt. The space at its end tells whether the template strips contents.
 _END_MARK = "<<END-OF-FINAL-MESSAGE>> "
-_RESERVED = {"messages", "tools", "add_generation_prompt"}
+_RESERVED = {"messages", "tools", "add_generation_prompt", "chat_template"}
 
 
 class _Generation(Extension):
@@ -47,6 +47,12 @@ def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
+
+
+def _refused(e: Exception, parameter: str) -> VLLMValidationError:
+    kind = "" if isinstance(e, jinja2.TemplateError) else f"{type(e).__name__}: "
+    message = f"chat template: {kind}{e}".encode(errors="replace").decode()  # the template's own words may be no valid Unicode
+    return VLLMValidationError(message, parameter=parameter)
 
 
 def normalise_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -95,8 +101,8 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as e:
-            raise VLLMValidationError(f"chat template: {e}", parameter="chat_template") from e
+        except Exception as e:  # Jinja compiles to Python, which has limits of its own: SyntaxError, RecursionError, ValueError
+            raise _refused(e, "chat_template") from e
 
     def render(
         self,
@@ -130,8 +136,7 @@ class ChatTemplate:
         try:
             prompt = self._template.render(variables)
         except Exception as e:  # a template can fail in any way that a program can: with what it was given, it cannot be served
-            kind = "" if isinstance(e, jinja2.TemplateError) else f"{type(e).__name__}: "
-            raise VLLMValidationError(f"chat template: {kind}{e}", parameter="messages") from e
+            raise _refused(e, "messages") from e
         return prompt if final is None else _cut_at_mark(prompt, final)
 
 

@@ -3,7 +3,8 @@
 Promises  the loop only ever waits; a text that cannot fit, however it is split into tokens, is refused before it is tokenized.
 Pool      renderer_num_workers threads (default 1) named `render`. Both the template and the tokenizer run there. `encode_batch_fast`
           leaves the GIL to others while it works; `encode` held it for 1.9 s on a prompt of 340,000 tokens.
-Order     close() last: it waits for what runs, and drops what has not started.
+Order     close() last: it drops what has not started, and does not wait for what runs: a template that a request brought may loop for
+          ever. Python waits for such a thread when it exits; entrypoints/cli.py does not.
 
 Changes of form 2 and 3 of a request.    vLLM: renderers/base.py::BaseRenderer
 """
@@ -67,7 +68,7 @@ class Renderer:
 
     def close(self) -> None:
         """Idempotent."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _template(self, with_tools: bool) -> ChatTemplate:
         template = (with_tools and self._templates.get("tool_use")) or self._templates.get("default")

@@ -48,6 +48,11 @@ class Tokenizer:
         return cls(backend, special_tokens(read_json(Path(model_dir), "tokenizer_config.json")).get("eos_token"))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Raises VLLMValidationError for a str that is no Unicode text: with a lone surrogate, what Python makes of wrong bytes."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise VLLMValidationError(f"the text is not valid Unicode: {e}", parameter="prompt") from None
         return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -138,7 +138,8 @@ class AsyncMPClient:
         words when the method fails, EngineDeadError when the engine is gone. A cancelled call leaves nothing behind.
         """
         self._flush_aborts()  # what was aborted before this call is aborted before the engine sees it
-        calls = {self._new_call_id(): identity for identity in self._identities}
+        # call ids: unsigned, 64 bits, unique among front-ends too
+        calls = {uuid.uuid1().int >> 64: identity for identity in self._identities}
         try:
             for call_id, identity in calls.items():
                 self._utilities[call_id] = self._loop.create_future()
@@ -196,9 +197,6 @@ class AsyncMPClient:
                 self._send(identity, EngineCoreRequestType.ABORT, request_ids)
         except EngineDeadError:
             logger.debug("%d abort(s) not sent: the engine is gone", len(request_ids))
-
-    def _new_call_id(self) -> int:
-        return uuid.uuid1().int >> 64  # unsigned, 64 bits, unique among front-ends too
 
     # ── up ──────────────────────────────────────────────────────────────────────────────────────────────
 

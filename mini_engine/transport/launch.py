@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from mini_engine.config import EngineConfig
-from mini_engine.exceptions import EngineDeadError
+from mini_engine.exceptions import EngineDeadError, VLLMValidationError
 from mini_engine.transport.listeners import Listeners
 from mini_engine.transport.liveness import ProcessMonitor, describe_exit
 from mini_engine.wire.handshake import EngineHandshakeMetadata, EngineZmqAddresses, HandshakeStatus, engine_identity
@@ -76,7 +76,8 @@ def launch_engines(
     """Start `count` engines on this machine and return when all are ready.
 
     `more_listeners`: of the front-ends with client_index 1, 2, and so on. `front_ends`: processes to watch meanwhile.
-    Raises EngineDeadError when one exits, says something wrong, or is not ready in time; then all engines have been stopped.
+    Raises EngineDeadError when one exits, says something wrong, or is not ready in time, VLLMValidationError when one exits because of its
+    configuration; then all engines have been stopped.
     """
     assert listeners.local and listeners.directory is not None, "local engines need local listeners"
     address = f"ipc://{listeners.directory / 'handshake'}"
@@ -168,7 +169,8 @@ def _shake_hands(
         for what, watched in (("EngineCore", processes), ("front-end process", front_ends)):
             for index, process in enumerate(watched):
                 if (returncode := process.poll()) is not None:
-                    raise EngineDeadError(f"{what} {index} ended during start-up with {describe_exit(returncode)}; see its log above")
+                    error = VLLMValidationError if returncode == 2 else EngineDeadError  # 2: it cannot work as configured
+                    raise error(f"{what} {index} ended during start-up with {describe_exit(returncode)}; see its log above")
         if time.monotonic() > deadline:
             missing = ", ".join(f"{_name(i)}: {state}" for i, state in states.items() if state != "READY")
             raise EngineDeadError(f"EngineCore not ready within {timeout_s:g} s ({missing})")

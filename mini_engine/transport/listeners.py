@@ -15,8 +15,11 @@ import socket
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import zmq
+
+from mini_engine.exceptions import VLLMValidationError
 
 
 @dataclass(slots=True)
@@ -64,20 +67,21 @@ class Listeners:
 
 
 def bind_listeners(*, local: bool = True, host: str | None = None) -> Listeners:
-    """Two Unix sockets, or with local=False two free TCP ports on `host` (default 127.0.0.1), which remote engines have to reach."""
-    if local:
-        directory = Path(tempfile.mkdtemp(prefix="mini_engine-"))  # mode 0700
-        names = [str(directory / "in"), str(directory / "out")]
-        fds = []
-        for name in names:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-                sock.bind(name)
-                sock.listen(128)
-                fds.append(sock.detach())
-        return Listeners(fds[0], fds[1], f"ipc://{names[0]}", f"ipc://{names[1]}", True, directory)
-    servers = [socket.create_server((host or "127.0.0.1", 0)) for _ in range(2)]
-    addresses = ["tcp://{}:{}".format(*server.getsockname()) for server in servers]
-    return Listeners(servers[0].detach(), servers[1].detach(), addresses[0], addresses[1], False)
+    """Two Unix sockets, or with local=False two free TCP ports on `host` (default 127.0.0.1), which remote engines have to reach.
+
+    Raises VLLMValidationError: a TMPDIR too long for a socket's name, a host that is not ours.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="mini_engine-")) if local else None  # mode 0700
+    names: list[Any] = [(host or "127.0.0.1", 0)] * 2 if directory is None else [str(directory / "in"), str(directory / "out")]
+    try:
+        servers = [socket.create_server(name, family=socket.AF_UNIX if local else socket.AF_INET) for name in names]
+    except OSError as e:
+        if directory is not None:
+            shutil.rmtree(directory)
+        reason = "set TMPDIR to a shorter path" if local else e.strerror
+        raise VLLMValidationError(f"cannot listen at {names[0]}: {reason}") from e
+    input_address, output_address = map(_address, servers)
+    return Listeners(servers[0].detach(), servers[1].detach(), input_address, output_address, local, directory)
 
 
 def inherit_listeners(input_fd: int, output_fd: int) -> Listeners:
@@ -86,6 +90,10 @@ def inherit_listeners(input_fd: int, output_fd: int) -> Listeners:
     for fd in (input_fd, output_fd):
         os.set_inheritable(fd, False)
         with socket.socket(fileno=os.dup(fd)) as sock:
-            name = sock.getsockname()
-            addresses.append(f"ipc://{name}" if sock.family == socket.AF_UNIX else "tcp://{}:{}".format(*name))
+            addresses.append(_address(sock))
     return Listeners(input_fd, output_fd, addresses[0], addresses[1], False)
+
+
+def _address(sock: socket.socket) -> str:
+    name = sock.getsockname()
+    return f"ipc://{name}" if sock.family == socket.AF_UNIX else "tcp://{}:{}".format(*name)

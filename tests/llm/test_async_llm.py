@@ -112,6 +112,19 @@ async def test_cancelled_at_every_await_point_nothing_stays(prompt: Any, n: int)
     assert all_sent and read_some, "never got that far"
 
 
+async def test_a_request_for_many_answers_lets_others_have_their_turn() -> None:
+    client, seen = FakeClient(), set()
+    async with llm(client, output_chunk_size=10) as engine:
+        task = asyncio.create_task(collect(engine, params=SamplingParams(output_kind=DELTA, n=35)))
+        while len(client.requests) < 35:
+            await asyncio.sleep(0)
+            seen.add(len(client.requests))
+        assert seen >= {9, 19, 29, 35}
+        task.cancel()
+        await asyncio.wait([task])
+        assert engine.statistics().requests == EMPTY and len(client.aborted) == 35
+
+
 async def test_a_reader_that_leaves_early_aborts() -> None:
     client = FakeClient()
     recorder = Recorder()

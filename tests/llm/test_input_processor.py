@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mini_engine.exceptions import VLLMValidationError
+from mini_engine.llm.input_processor import MAX_BAD_WORDS_CHARS
 from mini_engine.sampling_params import SamplingParams
 from tests.llm.parts import EOS, MAX_MODEL_LEN, OTHER_EOS, VOCAB_SIZE, input_processor
 from tests.text.tiny_tokenizers import byte_level
@@ -89,6 +90,19 @@ def test_bad_words_become_tokens_alone_and_after_a_space() -> None:
     assert sequences is not None
     assert {tokenizer.decode(sequence).strip() for sequence in sequences} == {"fox"}
     assert tokenizer.encode("fox", add_special_tokens=False) in sequences
+
+
+@pytest.mark.parametrize("words", [["x" * (MAX_BAD_WORDS_CHARS + 1)], [f"w{i:06}" for i in range(100_000)]])
+def test_bad_words_are_counted_before_they_are_tokenized(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = input_processor()
+    monkeypatch.setattr(processor, "_tokenizer", None)
+    with pytest.raises(VLLMValidationError, match=rf"bad_words.*{MAX_BAD_WORDS_CHARS} .*got {sum(map(len, words))} in {len(words)} words"):
+        processor.process_inputs("r", [5], SamplingParams(bad_words=words))
+
+
+def test_as_many_bad_words_as_vllm_takes() -> None:
+    """VLLM_MAX_NUM_BAD_WORDS, of eight tokens each."""
+    assert len(params_of(SamplingParams(bad_words=[f"{i:03}-abcd" * 2 for i in range(128)]))._bad_words_token_ids or ()) >= 128
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import re
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,7 @@ def test_the_progress_bar_talks_on_stderr(llm: LLM, capsys: pytest.CaptureFixtur
         ({"a", "b"}, PARAMS, "prompts must be "),
         (["a", 5], PARAMS, "a prompt must be a list of token ids"),
         ("a", {"temperature": 0}, r"sampling_params must be one SamplingParams\(…\).*got \{'temperature': 0\}"),
+        (["a", "\ud800"], PARAMS, "not valid Unicode"),
         (["a"], [None], r"sampling_params must be .*got \[None\]"),
         ("a", 5, "sampling_params must be .*got 5"),
     ],
@@ -177,6 +180,75 @@ def test_ctrl_c_in_the_middle_of_the_bookkeeping_is_put_off(
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         assert tokens(llm.generate([[5]], PARAMS, use_tqdm=False)[0]) == mock_generate([5], 6, VOCAB_SIZE)
         assert llm.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("where", ["schedule", "update_from_output", "waiting"])
+@pytest.mark.parametrize("again", [False, True])
+def test_what_another_signals_handler_raises_is_an_interrupt_too(
+    model: str, async_scheduling: bool, where: str, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A timeout by signal.alarm, say, and an exception of any type."""
+
+    def expire(*_: Any) -> None:
+        raise LookupError("time is over")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    try:
+        with LLM(model, executor="mock", mock={"step_ms": 1}, async_scheduling=async_scheduling, check=True) as llm:
+            core, calls = llm._client.engine_core, iter(range(100))
+            target: Any = core.executor if where == "waiting" else core.scheduler
+            name = "execute_model" if where == "waiting" else where
+            real = getattr(target, name)
+
+            def interrupted(*args: Any, **kwargs: Any) -> Any:
+                if next(calls) == 3:
+                    if where == "waiting":
+                        threading.Thread(target=lambda: (threading.Event().wait(0.002), signal.raise_signal(signal.SIGALRM))).start()
+                    else:
+                        for _ in range(1 + again):
+                            signal.raise_signal(signal.SIGALRM)
+                return real(*args, **kwargs)
+
+            monkeypatch.setattr(target, name, interrupted)
+            with pytest.raises(LookupError, match="time is over"):
+                llm.generate([[5], [6]], SamplingParams(max_tokens=100), use_tqdm=False)
+            monkeypatch.undo()
+            assert signal.getsignal(signal.SIGALRM) is expire
+            assert not llm.llm_engine.has_unfinished_requests()
+            assert tokens(llm.generate([[5]], PARAMS, use_tqdm=False)[0]) == mock_generate([5], 6, VOCAB_SIZE)
+            assert llm.reset_prefix_cache()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_threads_take_turns(model: str, async_scheduling: bool) -> None:
+    with (
+        LLM(model, executor="mock", mock={"step_ms": 1}, async_scheduling=async_scheduling, check=True) as llm,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        outputs = list(pool.map(lambda i: llm.generate([[5 + i]] * 3, PARAMS, use_tqdm=False), range(12)))
+        assert [[tokens(o) for o in three] for three in outputs] == [[mock_generate([5 + i], 6, VOCAB_SIZE)] * 3 for i in range(12)]
+        assert llm.reset_prefix_cache()
+
+
+def test_a_forked_child_is_told_to_make_its_own(llm: LLM) -> None:
+    read_fd, write_fd = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            llm.generate([[5]], PARAMS, use_tqdm=False)
+        except BaseException as e:
+            os.write(write_fd, f"{type(e).__name__}: {e}".encode())
+        os._exit(0)
+    os.close(write_fd)
+    with os.fdopen(read_fd) as pipe:
+        assert (
+            pipe.read()
+            == f"EngineDeadError: this LLM, with its device's thread, lives in process {os.getpid()}: a forked child must make its own"
+        )
+    assert os.waitpid(pid, 0) == (pid, 0)
+    assert len(tokens(llm.generate([[5]], PARAMS, use_tqdm=False)[0])) == 6
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
@@ -272,6 +344,21 @@ def test_sampling_params_of_a_wrong_type_are_named(name: str, value: Any) -> Non
     with pytest.raises(VLLMValidationError, match=f"{name} must be .*, got {re.escape(repr(value))}") as caught:
         SamplingParams(**{name: value})
     assert caught.value.parameter == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, 2**70) for name in ("max_tokens", "top_k", "logprobs", "prompt_logprobs")),
+        *(("stop_token_ids", [2**70]), ("stop_token_ids", [-(2**70)]), ("allowed_token_ids", [2**70]), ("logit_bias", {2**70: 1.0})),
+        *(("stop", ["\ud800"]), ("bad_words", ["a\ud800"]), ("extra_args", {"a": object()}), ("seed", 2**64 - 2)),
+    ],
+)
+def test_sampling_params_that_no_message_can_carry_are_named(name: str, value: Any) -> None:
+    with pytest.raises(VLLMValidationError, match=f"{name} (cannot be sent|must be a 64-bit)") as caught:
+        SamplingParams(**{name: value, "n": 3})  # seed: answer 2 would have seed + 2
+    assert caught.value.parameter == name
+    str(caught.value).encode()
 
 
 def test_close_is_idempotent_and_options_are_checked(model: str) -> None:

@@ -236,14 +236,34 @@ def test_abort_gives_a_last_output_with_what_there_was(n: int, kind: RequestOutp
     top = ids[0] if n == 1 else ids[0].removeprefix("0_")
     stats = IterationStats()
     outputs, to_abort = processor.abort_requests([top if internal else "r", "unknown"], stats, internal=internal)
-    assert (outputs, to_abort) == ([], ids)
+    assert to_abort == ids
     assert processor.abort_requests(["r"], IterationStats(), internal=False) == ([], [])
-    reader.read()
+    assert bool(outputs) is internal
+    for output in outputs:  # the reader is gone: its mailbox gets nothing more
+        reader.take(output)
+    if not internal:
+        reader.read()
     assert reader.finals == 1
-    assert reader.answers[0].token_ids == [9, 10]
     assert {answer.finish for answer in reader.answers} == {("abort", None)}
+    assert reader.answers[0].token_ids == ([] if internal and kind is DELTA else [9, 10])
     assert processor.statistics() == EMPTY
     assert (len(stats.finished_requests), stats.n_params_iter) == (n, [n])
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_children_share_what_can_be_large(seed: int | None) -> None:
+    """n times the client's 5 MB stop string, or its 49,152 biases, would be the end of the machine."""
+    params = SamplingParams(n=3, seed=seed, stop=["x" * 1000], logit_bias={5: 1.0}, stop_token_ids=[7], bad_words=["no"])
+    request = make_request(params)
+    children = ParentRequest("p", params).children(request)
+    for i, child in enumerate(children):
+        own, first = child.sampling_params, children[0].sampling_params
+        assert own is not None and first is not None and request.sampling_params is not None
+        assert child.prompt_token_ids is request.prompt_token_ids
+        for name in ("stop", "logit_bias", "stop_token_ids", "bad_words", "_bad_words_token_ids", "_all_stop_token_ids"):
+            assert getattr(own, name) is getattr(request.sampling_params, name), name
+        assert (own.n, own.seed) == (1, None if seed is None else seed + i)
+    assert request.sampling_params is not None and (request.sampling_params.n, request.sampling_params.seed) == (3, seed)
 
 
 def test_one_external_id_used_twice_means_both() -> None:

@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mini_engine.exceptions import VLLMValidationError
 from mini_engine.model.default_model import prepare
@@ -155,6 +157,7 @@ def test_bad_messages_are_named(messages, error):
         ("{{ messages.append(1) }}", "chat template: .*unsafe"),
         ("{{ messages[0].content.__class__.__mro__ }}", "chat template: .*unsafe"),
         ("{% for i in range(1000000000) %}{% endfor %}", "chat template: OverflowError: "),
+        ("{{ raise_exception('no ' ~ '%c'|format(55555)) }}", r"chat template: no \?$"),
     ],
 )
 def test_errors_inside_are_the_clients(source, error):
@@ -162,10 +165,41 @@ def test_errors_inside_are_the_clients(source, error):
         ChatTemplate(source).render([{"role": "user", "content": "hi"}])
 
 
-def test_syntax_error_is_told_when_compiled():
+@pytest.mark.parametrize(
+    "source",
+    [
+        *(
+            "{% for %}",
+            "{% set x = 1 %}{% break %}",
+            "{{ 10 ** 5000 }}",
+            "{{ " + "1" * 6000 + " }}",
+            "{{ " + "(" * 5000 + ")" * 5000 + " }}",
+        ),
+        *("{% for i in [1] %}" * depth + "{% endfor %}" * depth for depth in (25, 200)),
+    ],
+    ids=lambda source: source[:30],
+)
+def test_a_template_that_cannot_be_compiled_is_told_when_it_is_given(source):
+    """Jinja's own errors, and those of the Python that it compiles to."""
     with pytest.raises(VLLMValidationError, match="chat template: ") as caught:
-        ChatTemplate("{% for %}")
+        ChatTemplate(source)
     assert caught.value.parameter == "chat_template"
+
+
+@given(st.text(st.characters(exclude_categories=()), min_size=1, max_size=20))
+def test_any_str_is_tokenized_or_refused(renderer, text):
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        for refused in (
+            lambda: renderer.tokenize_prompt_sync(text),
+            lambda: renderer.render_chat_sync([{"role": "user", "content": text}]),
+        ):
+            with pytest.raises(VLLMValidationError, match=r"not valid Unicode: .*surrogates not allowed") as caught:
+                refused()
+            str(caught.value).encode()
+    else:
+        assert renderer.tokenize_prompt_sync(text) is not None
 
 
 @pytest.mark.parametrize(
@@ -173,6 +207,7 @@ def test_syntax_error_is_told_when_compiled():
     [
         ({"continue_final_message": True}, "exclude each other"),
         ({"chat_template_kwargs": {"messages": []}}, "may not hold 'messages'"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "may not hold 'chat_template'"),
         (
             {"continue_final_message": True, "add_generation_prompt": False, "messages": [{"role": "assistant", "tool_calls": TOOLS}]},
             "no content to continue",

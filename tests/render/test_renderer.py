@@ -81,6 +81,19 @@ async def test_a_cancelled_prompt_that_has_not_started_costs_nothing(slow):
     assert tokenizer.seen == ["first"]
 
 
+async def test_close_does_not_wait_for_what_may_never_end(slow):
+    tokenizer, renderer = slow
+    stuck, queued = (asyncio.create_task(renderer.tokenize_prompt(text)) for text in ("stuck", "queued"))
+    assert await asyncio.to_thread(tokenizer.started.wait, 10)
+    renderer.close()
+    assert not stuck.done()
+    with pytest.raises(asyncio.CancelledError):
+        await queued
+    tokenizer.go.set()
+    await stuck
+    assert tokenizer.seen == ["stuck"]
+
+
 async def test_both_ways_give_the_same():
     renderer = Renderer(FILES, byte_level(), max_model_len=1000, num_workers=2)
     chat = [{"role": "user", "content": "the quick brown fox"}]

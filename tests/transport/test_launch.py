@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,8 @@ import psutil
 import pytest
 
 from mini_engine.config import EngineConfig
-from mini_engine.exceptions import EngineDeadError
+from mini_engine.engine_core.io import OUTPUT_LINGER_MS
+from mini_engine.exceptions import EngineDeadError, VLLMValidationError
 from mini_engine.transport import launch
 from mini_engine.transport.client import AsyncMPClient
 from mini_engine.transport.launch import EngineHandles, launch_engines, wait_for_remote_engines
@@ -62,10 +64,13 @@ def test_two_real_engines_start_answer_and_stop(config: EngineConfig) -> None:
 
 
 def test_a_child_that_ends_during_start_up_is_seen_with_its_exit_code(tmp_path: Path) -> None:
+    """Soon: what it would tell the front-end, which reads nothing yet, it does not hold on to."""
     listeners = bind_listeners()
     broken = EngineConfig(model=str(tmp_path), executor="mock")  # no config.json
-    with pytest.raises(EngineDeadError, match=r"EngineCore 0 ended during start-up with exit code 2; see its log above"):
+    before = time.monotonic()
+    with pytest.raises(VLLMValidationError, match=r"EngineCore 0 ended during start-up with exit code 2; see its log above"):
         launch_engines(listeners, broken, ready_timeout_s=DEADLINE_S)
+    assert time.monotonic() - before < OUTPUT_LINGER_MS / 1000
     listeners.close()
 
 
@@ -125,9 +130,21 @@ sys.stdin.read()
         assert psutil.pid_exists(int(pid))
         parent.kill()
     assert gone([int(pid)])
-    for file in Path(directory).iterdir():  # nobody was left to do it
-        file.unlink()
-    Path(directory).rmdir()
+    assert not Path(directory).exists()  # nobody else was left to remove it
+
+
+def test_a_temporary_directory_too_long_for_a_socket_is_named_and_left_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / ("x" * 100)
+    directory.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    with pytest.raises(VLLMValidationError, match=f"cannot listen at {directory}/mini_engine-.*: set TMPDIR to a shorter path"):
+        bind_listeners()
+    assert list(directory.iterdir()) == []
+
+
+def test_a_host_that_is_not_ours_is_named() -> None:
+    with pytest.raises(VLLMValidationError, match=r"cannot listen at .*203\.0\.113\.1.*: Cannot assign"):
+        bind_listeners(local=False, host="203.0.113.1")
 
 
 # ── remote ──────────────────────────────────────────────────────────────────────────────────────────────
