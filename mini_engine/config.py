@@ -6,6 +6,7 @@ API server needs. Field names are vLLM's flags with underscores; the defaults ar
 Stands before a request's path, imported by both sides.    vLLM: config/, engine/arg_utils.py
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, Literal, Self
 import msgspec
 
 from mini_engine.exceptions import VLLMValidationError, wrong_type
+from mini_engine.overlay import SEAMS
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"  #: a name, resolved by model/default_model.py to a directory in the user's cache
 
@@ -22,9 +24,6 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 AsyncScheduling = Literal["auto", "on", "off"]
 Quantization = Literal["none", "int8"]
-
-#: the seams where a learner's file may replace a part of ours (DESIGN §4); overlay.py says what each must provide
-OVERLAY_SEAMS = ("wire.codec", "scheduler.schedule", "kv_cache.block_pool", "text.detokenizer", "text.stop", "server.sse")
 
 
 def _check_types(config: Any, prefix: str = "") -> None:
@@ -72,7 +71,7 @@ class EngineConfig:
     model: str = DEFAULT_MODEL  #: a directory, a hub id, or DEFAULT_MODEL
     executor: ExecutorBackend = "uniproc"
     dtype: DType = "auto"  #: auto: float32 on CPU, the checkpoint's on CUDA
-    quantization: Quantization = "none"  #: int8: linear weights per output channel, activations per step; CPU only
+    quantization: Quantization = "none"  #: int8: linear weights per output channel, activations per row; CPU only
     device: str = "auto"  #: auto: cuda when there is one, else cpu
     max_model_len: int | None = None  #: None: the model's, cut down to what the KV cache can hold
     max_num_seqs: int = 128  #: requests in one step
@@ -93,10 +92,13 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_types(self)
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_threads", "kv_cache_memory_bytes"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_threads", "kv_cache_memory_bytes"):
             _at_least(name, getattr(self, name), 1)
+        _at_least("max_model_len", self.max_model_len, 2)  # a prompt of one token, and its answer
         _at_least("num_gpu_blocks_override", self.num_gpu_blocks_override, 2)  # the null block, and one to use
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        if not re.fullmatch(r"auto|(cpu|cuda)(:\d+)?", self.device):
+            raise VLLMValidationError(f"device must be auto, cpu or cuda, got {self.device!r}", parameter="device", value=self.device)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise VLLMValidationError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs}): "
@@ -106,8 +108,8 @@ class EngineConfig:
             message = f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}"
             raise VLLMValidationError(message, parameter="gpu_memory_utilization")
         for seam in self.overlay:
-            if seam not in OVERLAY_SEAMS:
-                raise VLLMValidationError(f"overlay must be one of {', '.join(OVERLAY_SEAMS)}, got {seam!r}", parameter="overlay")
+            if seam not in SEAMS:
+                raise VLLMValidationError(f"overlay must be one of {', '.join(SEAMS)}, got {seam!r}", parameter="overlay")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, for the child process."""
@@ -132,12 +134,20 @@ class ServerConfig:
     served_model_name: str | None = None  #: None: the last part of EngineConfig.model
     api_key: str | None = None  #: guards /v1 and /inference only
     chat_template: str | None = None  #: file; None: the model's
+    trust_request_chat_template: bool = False  #: else a request with a template of its own is refused: a template is a program
     renderer_num_workers: int = 1  #: threads of the render pool
     output_chunk_size: int = 128  #: outputs of one message handled before the event loop gets a turn (VLLM_V1_OUTPUT_PROC_CHUNK_SIZE)
-    max_body_bytes: int = 32 << 20
+    max_body_bytes: int = 32 << 20  #: of a request, and of all that its answers' messages to the engine repeat of it
     engine_ready_timeout_s: float = 600.0  #: from launch to READY
     shutdown_timeout_s: float = 5.0  #: how long open streams may finish after SIGTERM
     root_path: str = ""
+    disable_log_stats: bool = False  #: no statistics line (observe/stat_line.py); /metrics stays
+    disable_uvicorn_access_log: bool = False  #: no line per HTTP request
+    enable_log_requests: bool = False  #: a line per generation: its parameters, how long its prompt is
+
+    def __post_init__(self) -> None:
+        if self.api_key == "":
+            raise VLLMValidationError("api_key must not be empty: leave it out to serve everybody", parameter="api_key")
 
     def model_name(self, model: str) -> str:
         """The name that /v1/models and every response carry."""

@@ -1,7 +1,8 @@
 """Overlay: a learner's file in place of one of our parts, at six named seams. The only module that reads `config.overlay`.
 
 Every seam names what the file must define; `load()` imports the file under a private module name and returns that object, so two
-engines in one process can run different overlays. A missing file or name is the user's error, told with both.
+engines in one process can run different overlays. A missing file or name is the user's error, told with both; the command line and LLM
+call `check()` before they start anything.
 
     seam                  the file defines; in place of
     wire.codec            encode(obj: lists, maps, scalars) → bytes-like; msgspec's encoder of frame 0 in wire/codec.py
@@ -16,17 +17,18 @@ engines in one process can run different overlays. A missing file or name is the
 Beside the request's path. No vLLM counterpart.
 """
 
-import importlib.util
 import logging
 from collections.abc import Mapping
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from mini_engine.exceptions import VLLMValidationError
 
 logger = logging.getLogger(__name__)
 
-_SEAM_OBJECTS = {
+SEAMS = {  #: seam → what the file must define
     "wire.codec": "encode",
     "scheduler.schedule": "schedule",
     "kv_cache.block_pool": "BlockPool",
@@ -37,27 +39,37 @@ _SEAM_OBJECTS = {
 
 
 def load(overlay: Mapping[str, str], seam: str, ours: Any) -> Any:
-    """The object in force at `seam`: `ours`, or the one the overlay file defines.
-
-    Raises VLLMValidationError when the file is missing, fails to import, or lacks the name the seam asks for.
-    """
+    """The object in force at `seam`: `ours`, or the one the overlay file defines. Raises VLLMValidationError as check()."""
     path = overlay.get(seam)
     if path is None:
         return ours
-    name = _SEAM_OBJECTS[seam]
-    file = Path(path)
-    if not file.is_file():
-        raise VLLMValidationError(f"overlay {seam}={path}: no such file", parameter="overlay", value=path)
-    spec = importlib.util.spec_from_file_location(f"mini_engine_overlay_{seam.replace('.', '_')}", file)
-    assert spec is not None and spec.loader is not None, file
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as e:
-        raise VLLMValidationError(f"overlay {seam}={path}: {type(e).__name__}: {e}", parameter="overlay", value=path) from e
-    try:
-        theirs = getattr(module, name)
-    except AttributeError:
-        raise VLLMValidationError(f"overlay {seam}={path}: the file must define `{name}`", parameter="overlay", value=path) from None
+    theirs = _import(seam, path)
     logger.warning("overlay: %s comes from %s, not from mini_engine", seam, path)
     return theirs
+
+
+def check(overlay: Mapping[str, str]) -> None:
+    """Import every file now: a mistake in one is known before a model is loaded, in the process that the user looks at.
+
+    Raises VLLMValidationError when a file is missing, fails to import, or lacks the name its seam asks for.
+    """
+    for seam, path in overlay.items():
+        _import(seam, path)
+
+
+def _import(seam: str, path: str) -> Any:
+    def wrong(why: str) -> VLLMValidationError:
+        return VLLMValidationError(f"overlay {seam}={path}: {why}", parameter="overlay", value=path)
+
+    if not Path(path).is_file():
+        raise wrong("no such file")
+    loader = SourceFileLoader(f"mini_engine_overlay_{seam.replace('.', '_')}", path)  # whatever the file's suffix is
+    module = ModuleType(loader.name)
+    module.__file__ = path
+    try:
+        loader.exec_module(module)
+    except Exception as e:
+        raise wrong(f"{type(e).__name__}: {e}") from e
+    if not hasattr(module, SEAMS[seam]):
+        raise wrong(f"the file must define `{SEAMS[seam]}`")
+    return getattr(module, SEAMS[seam])

@@ -39,7 +39,7 @@ from mini_engine.observe.logging import setup
 from mini_engine.scheduler.request import RequestStatus
 from mini_engine.wire.codec import MsgpackDecoder
 from mini_engine.wire.handshake import EngineHandshakeMetadata, EngineZmqAddresses, HandshakeStatus, engine_identity
-from mini_engine.wire.messages import EngineCoreOutputs, EngineCoreRequestType, FinishReason, UtilityOutput
+from mini_engine.wire.messages import EngineCoreOutputs, EngineCoreRequestType, FinishReason, SchedulerStats, UtilityOutput
 
 logger = logging.getLogger("mini_engine.engine_core.proc")  # not __name__, which is "__main__" when the process is this module
 
@@ -92,6 +92,9 @@ class EngineCoreProc(EngineCore):
             outputs, _ = self.step_fn()
             for item in outputs.items():
                 self.io.output_queue.put(item)
+            if outputs and not self.has_work():  # the load is told to one front-end at a time: that there is none any more, to all
+                for client_index in set(range(len(self.io.addresses.outputs))) - outputs.keys():
+                    self.io.output_queue.put((client_index, EngineCoreOutputs(scheduler_stats=SchedulerStats())))
         logger.info("stopping: %s", self._shutdown_reason)
 
     def _process_input_queue(self) -> None:

@@ -1,11 +1,15 @@
 """`mini-engine`: the commands. Each imports what it needs when it runs, so that --help takes a tenth of a second.
 
-A user's mistake is one line, `error: …`, on stderr and exit 2; an engine that cannot start or has died, exit 1. Results go to stdout.
+A user's mistake is one line, `error: …`, on stderr and exit 2; an engine that cannot start or has died, exit 1, and
+so is a stdout that takes nothing. Results go to stdout.
 
 Before a request's path.    vLLM: entrypoints/cli/main.py
 """
 
+import os
 import sys
+import threading
+from dataclasses import fields
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +21,7 @@ from mini_engine.entrypoints.options import takes_engine_options
 from mini_engine.exceptions import EngineDeadError, VLLMValidationError
 
 _SERVER = ServerConfig()
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 bench = typer.Typer(no_args_is_help=True, help="Measure.")
 app.add_typer(bench, name="bench")
 
@@ -48,11 +52,15 @@ def serve(
     api_key: Annotated[str | None, Option(envvar="MINI_ENGINE_API_KEY", help="guards /v1 and /inference")] = None,
     served_model_name: Annotated[str | None, Option(help="the model's name in requests and answers")] = None,
     chat_template: Annotated[str | None, Option(help="a Jinja file in place of the model's template")] = None,
+    trust_request_chat_template: Annotated[bool, Option("--trust-request-chat-template", help="run chat templates of requests")] = False,
     renderer_num_workers: Annotated[int, Option(min=1, help="threads that render and tokenize")] = _SERVER.renderer_num_workers,
     shutdown_timeout: Annotated[
-        float, Option(min=0, help="seconds that open requests may take after SIGTERM")
+        float, Option(min=0, max=86_400, help="seconds that open requests may take after SIGTERM")
     ] = _SERVER.shutdown_timeout_s,
     root_path: Annotated[str, Option(help="path prefix, behind a proxy")] = _SERVER.root_path,
+    disable_log_stats: Annotated[bool, Option("--disable-log-stats", help="no line with throughput and load every 10 s of work")] = False,
+    disable_uvicorn_access_log: Annotated[bool, Option("--disable-uvicorn-access-log", help="no line per HTTP request")] = False,
+    enable_log_requests: Annotated[bool, Option("--enable-log-requests", help="a line per generation, with its parameters")] = False,
     data_parallel_size_local: Annotated[int, Option(min=0, max=1, help="0: no engine here, wait for a headless one")] = 1,
     data_parallel_address: Address = "127.0.0.1",
     data_parallel_rpc_port: RpcPort = 29550,
@@ -64,22 +72,17 @@ def serve(
     grpc_port: Annotated[int | None, Option(min=0, max=65535, help="with rust: vLLM's gRPC services on this port")] = None,
 ) -> int:
     """Serve the OpenAI API."""
+    given = dict(locals())
     from mini_engine.entrypoints.frontend import RemoteEngines
-    from mini_engine.entrypoints.serve import run_server
+    from mini_engine.entrypoints.serve import bind_http, run_server
     from mini_engine.entrypoints.supervise import FrontEndOptions, run_supervised
 
     options = FrontEndOptions.choose(frontend, api_server_count, vllm_rs, grpc_port)
-    server = ServerConfig(
-        host=host,
-        port=port,
-        api_key=api_key,
-        served_model_name=served_model_name,
-        chat_template=chat_template,
-        renderer_num_workers=renderer_num_workers,
-        shutdown_timeout_s=shutdown_timeout,
-        root_path=root_path,
-    )
+    same_names = {f.name: given[f.name] for f in fields(ServerConfig) if f.name in given}
+    server = ServerConfig(**same_names, shutdown_timeout_s=shutdown_timeout)
     remote = RemoteEngines(data_parallel_address, data_parallel_rpc_port) if data_parallel_size_local == 0 else None
+    if remote is not None:
+        bind_http(remote.address, remote.port).close()  # what would be wrong with it is said now, before the model's files are read
     return run_server(engine, server, remote) if options.kind == "inline" else run_supervised(engine, server, remote, options)
 
 
@@ -184,24 +187,31 @@ def overlap(
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs a command and exits with its status."""
-    sys.exit(_run(arguments))
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # closed by who called us: the next file or socket would get its number
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+            setattr(sys, name, os.fdopen(fd, "w" if fd else "r"))
+    status = _run(arguments)
+    if any(thread.name.startswith("render") for thread in threading.enumerate()):  # a chat template that does not end
+        os._exit(status)  # _run has flushed stdout
+    sys.exit(status)
 
 
 def _run(arguments: list[str] | None) -> Any:
     try:
-        return app(arguments, standalone_mode=False)
-    except VLLMValidationError as e:
-        status, message = 2, str(e)
-    except EngineDeadError as e:
-        status, message = 1, str(e)
+        status = app(arguments, standalone_mode=False)
+        sys.stdout.flush()
+        return status
+    except (VLLMValidationError, EngineDeadError, OSError) as e:
+        status, message = 2 if isinstance(e, VLLMValidationError) else 1, str(e)
+        sys.stdout = sys.stderr  # perhaps it is stdout that is full: nothing is left to be written there at exit
     except (typer.Abort, KeyboardInterrupt):
         return 130
     except Exception as e:
         if not hasattr(e, "format_message"):  # the parser's own errors have it, in every version of Typer and click
             raise
         status, message = 2, e.format_message()
-    if message:  # it is empty after the help that a missing command gets
-        print(f"error: {message}", file=sys.stderr)
+    print(message if message.startswith("Usage:") else f"error: {message}", file=sys.stderr)  # a missing command gets the help
     return status
 
 

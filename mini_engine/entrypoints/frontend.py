@@ -1,6 +1,6 @@
 """The front-end over its engines, put together: what `serve` and `chat` have in common.
 
-    prepare()    the model's files: anything wrong with them, or with an overlay, is known before an engine is started
+    prepare()    the model's files: anything wrong with them, or with what was asked of them, is known before an engine is started
     launch()     engines: our own child, or headless ones elsewhere. Blocks; Ctrl-C leaves nothing running
     connect()    on the event loop: client → ready frames, whose limits become ours → AsyncLLM
 
@@ -42,8 +42,7 @@ class Prepared:
     server_config: ServerConfig
     model_name: str
     files: ModelFiles
-    tokenizer: Tokenizer
-    chat_template: str | None
+    renderer: Renderer  #: its max_model_len is the model's until connect()
     encode_event: EncodeEvent  #: the seam server.sse
 
 
@@ -72,26 +71,30 @@ class FrontEnd:
 
 
 def prepare(engine_config: EngineConfig, server_config: ServerConfig, *, weights: bool) -> Prepared:
-    """Raises VLLMValidationError: no such model, a damaged file, no such template or overlay."""
+    """Raises VLLMValidationError: no such model, a damaged file, no such template or one that is none, a length the model has not."""
     directory = resolve_model(engine_config.model, weights=weights)
     template = server_config.chat_template
     try:
         chat_template = None if template is None else Path(template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise VLLMValidationError(f"--chat-template {template}: {e}", parameter="chat_template", value=template) from e
+    files = ModelFiles.load(directory)
+    if (asked := engine_config.max_model_len) is not None and asked > files.max_model_len:
+        message = f"max_model_len {asked} is more than {files.max_model_len}, the model's own: ask for at most that"
+        raise VLLMValidationError(message, parameter="max_model_len", value=asked)
+    tokenizer, num_workers = Tokenizer.load(directory), server_config.renderer_num_workers
     return Prepared(
         engine_config=dataclasses.replace(engine_config, model=str(directory)),
         server_config=server_config,
         model_name=server_config.model_name(engine_config.model),
-        files=ModelFiles.load(directory),
-        tokenizer=Tokenizer.load(directory),
-        chat_template=chat_template,
+        files=files,
+        renderer=Renderer(files, tokenizer, files.max_model_len, num_workers, chat_template),
         encode_event=overlay.load(engine_config.overlay, "server.sse", encode_event),
     )
 
 
 def launch(prepared: Prepared, remote: RemoteEngines | None = None) -> Launched:
-    """Returns when the engines are ready. Raises EngineDeadError with the reason."""
+    """Returns when the engines are ready. Raises EngineDeadError with the reason, VLLMValidationError if that is the configuration."""
     timeout = prepared.server_config.engine_ready_timeout_s
     listeners = bind_listeners(local=remote is None, host=remote.address if remote else None)
     try:
@@ -112,19 +115,19 @@ async def connect(prepared: Prepared, launched: Launched, client_index: int = 0)
     try:
         responses = [r for r in await client.wait_ready(server_config.engine_ready_timeout_s) if r is not None]
         max_model_len = min((r.max_model_len for r in responses), default=config.max_model_len or prepared.files.max_model_len)
-        renderer = Renderer(
-            prepared.files, prepared.tokenizer, max_model_len, server_config.renderer_num_workers, chat_template=prepared.chat_template
-        )
+        renderer, tokenizer = prepared.renderer, prepared.renderer.tokenizer
+        renderer.max_model_len = max_model_len
         metrics = PrometheusStatLogger(prepared.model_name, max_model_len)
         for index, response in enumerate(responses):
             metrics.log_engine_initialized({"block_size": response.block_size, "num_gpu_blocks": response.num_gpu_blocks}, index)
         engine = AsyncLLM(
             client,
             renderer,
-            InputProcessor(prepared.files, prepared.tokenizer, max_model_len),
-            OutputProcessor(prepared.tokenizer, overlay=config.overlay),
+            InputProcessor(prepared.files, tokenizer, max_model_len),
+            OutputProcessor(tokenizer, overlay=config.overlay),
             stat_logger=metrics,
             output_chunk_size=server_config.output_chunk_size,
+            log_requests=server_config.enable_log_requests,
         )
     except BaseException:
         client.shutdown()

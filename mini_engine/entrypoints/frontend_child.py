@@ -30,17 +30,18 @@ from mini_engine.wire.handshake import engine_identity
 
 logger = logging.getLogger(__name__)
 
+#: vllm-rs has them too
+FLAGS = ("disable_log_stats", "disable_uvicorn_access_log", "enable_log_requests", "trust_request_chat_template")
 API_KEY_VARIABLE = "MINI_ENGINE_API_KEY"  #: how our own parent hands the key down: a command line is there for all to read
 
 _ENGINE, _SERVER = EngineConfig(), ServerConfig()
-#: names in --args-json that mean something here, and the value when they are missing or null
+#: names in --args-json that ServerConfig has too
+SAME_NAMES = ("root_path", "chat_template", "renderer_num_workers", *FLAGS)
+#: the others that mean something here, and the value when they are missing or null
 _OPTIONS: dict[str, Any] = {
     "model_tag": None,
     "served_model_name": None,
     "api_key": None,
-    "chat_template": None,
-    "root_path": "",
-    "renderer_num_workers": _SERVER.renderer_num_workers,
     "shutdown_timeout": 0,
     "engine_ready_timeout_secs": _SERVER.engine_ready_timeout_s,
     "scheduling_policy": _ENGINE.scheduling_policy,
@@ -56,20 +57,18 @@ def parse_args_json(text: str) -> tuple[EngineConfig, ServerConfig]:
         raise VLLMValidationError(f"--args-json is not JSON: {e}", parameter="args_json") from e
     if not isinstance(given, dict) or not isinstance(given.get("model_tag"), str):
         raise VLLMValidationError(f"--args-json must be an object with a model_tag, got {text[:200]!r}", parameter="args_json")
-    if ignored := sorted(given.keys() - _OPTIONS.keys()):
+    if ignored := sorted(given.keys() - {*_OPTIONS, *SAME_NAMES}):
         logger.info("options without effect on this front-end: %s", ", ".join(ignored))
     options = _OPTIONS | {name: value for name, value in given.items() if value is not None}
     names, keys = (_listed(options[name]) for name in ("served_model_name", "api_key"))
     if len(keys) > 1:
         raise VLLMValidationError(f"this front-end takes one API key, got {len(keys)}", parameter="api_key")
     server = ServerConfig(
+        **{name: options[name] for name in SAME_NAMES if name in options},
         served_model_name=names[0] if names else None,
-        api_key=keys[0] if keys else os.environ.get(API_KEY_VARIABLE),
-        chat_template=options["chat_template"],
-        renderer_num_workers=options["renderer_num_workers"],
+        api_key=keys[0] if keys else os.environ.get(API_KEY_VARIABLE) or None,
         engine_ready_timeout_s=options["engine_ready_timeout_secs"],
         shutdown_timeout_s=options["shutdown_timeout"],
-        root_path=options["root_path"],
     )
     return EngineConfig(options["model_tag"], scheduling_policy=options["scheduling_policy"], overlay=options["overlay"]), server
 
@@ -89,7 +88,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--coordinator-address", help="without effect: requests go to the engines in turn")
     parser.add_argument("--grpc-listen-fd", help="refused: there is no gRPC service here")
     parser.add_argument("--args-json", required=True)
-    parser.add_argument("--client-index", type=int, default=0, help="which of several front-ends this is")
+    parser.add_argument("--client-index", type=int, help="which of several front-ends this is")
     return parser
 
 
@@ -99,7 +98,7 @@ def run_frontend(argv: list[str]) -> int:
     if given.grpc_listen_fd is not None:
         raise VLLMValidationError("this front-end has no gRPC service: leave out --grpc-port, or use vllm-rs", parameter="grpc_port")
     setproctitle.setproctitle("mini-engine: api")
-    observe_logging.setup("api")
+    observe_logging.setup("api" if given.client_index is None else f"api {given.client_index}")
     raise_open_files_limit()
     with sigterm_interrupts():
         engine_config, server_config = parse_args_json(given.args_json)

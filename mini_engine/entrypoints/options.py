@@ -13,14 +13,15 @@ from typing import Annotated, Any
 
 from typer import Argument, BadParameter, Option
 
-from mini_engine.config import OVERLAY_SEAMS, EngineConfig
+from mini_engine import overlay as overlays
+from mini_engine.config import EngineConfig
 
 _DEFAULTS = EngineConfig()
-_OVERLAY_HELP = f"your file in place of a part: {', '.join(OVERLAY_SEAMS)}; what it defines: mini_engine/overlay.py. May be repeated"
+_OVERLAY_HELP = f"your file in place of a part: {', '.join(overlays.SEAMS)}; what it defines: mini_engine/overlay.py. May be repeated"
 
 
 def engine_options(
-    model_tag: Annotated[str | None, Argument(metavar="[MODEL]", help="directory, hub id, or nothing for the default model")] = None,
+    model_tag: Annotated[str | None, Argument(metavar="MODEL", help="directory, hub id, or nothing for the default model")] = None,
     model: Annotated[str | None, Option(help="the same as MODEL")] = None,
     executor: Annotated[str, Option(help="uniproc: the real model; mock: a device without weights")] = _DEFAULTS.executor,
     dtype: Annotated[str, Option(help="auto, float32, bfloat16, float16")] = _DEFAULTS.dtype,
@@ -44,7 +45,7 @@ def engine_options(
     mock_hang_at_step: Annotated[int | None, Option(help="mock: this step never returns")] = None,
     overlay: Annotated[list[str] | None, Option(metavar="SEAM=FILE", help=_OVERLAY_HELP)] = None,
 ) -> EngineConfig:
-    """The options, as Typer sees them, to a checked EngineConfig. MINI_ENGINE_CHECK=1 is read here and nowhere else."""
+    """The options, as Typer sees them, to an EngineConfig that is checked, its overlay too. MINI_ENGINE_CHECK=1 is read here only."""
     given = dict(locals())
     if model_tag is not None and model is not None:
         raise BadParameter("give the model once: as MODEL or with --model")
@@ -52,7 +53,7 @@ def engine_options(
     if wrong := [name for name, equals, file in pairs if not (name and equals and file)]:
         raise BadParameter(f"--overlay must be SEAM=FILE, got {wrong[0]!r}")
     same_names = {f.name: given[f.name] for f in fields(EngineConfig) if f.name in given}
-    return EngineConfig.from_dict(
+    config = EngineConfig.from_dict(
         same_names
         | {
             "model": model_tag or model or _DEFAULTS.model,
@@ -61,6 +62,8 @@ def engine_options(
             "check": os.environ.get("MINI_ENGINE_CHECK", "") not in ("", "0"),
         }
     )
+    overlays.check(config.overlay)
+    return config
 
 
 def takes_engine_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,13 +26,15 @@ from mini_engine.config import EngineConfig, ServerConfig
 from mini_engine.entrypoints.frontend import FrontEnd, Launched, Prepared, RemoteEngines, connect, launch, prepare
 from mini_engine.exceptions import VLLMValidationError
 from mini_engine.observe import logging as observe_logging
+from mini_engine.observe.stat_line import LoggingStatLogger
 from mini_engine.server.app import build_app
 from mini_engine.server.service import Service
 
 logger = logging.getLogger(__name__)
 
 DEAD_LINGER_S = 5.0  #: how long a server without engine still answers 503
-LAST_WORD_S = 2.0  #: for terminal errors to reach their clients; who does not read by then is cut off
+LAST_WORD_S = 2.0  #: for terminal errors to reach their clients; who does not read by then, or has not sent all, is cut off
+CUT_OFF_S = 1.0  #: for requests to see that their connections are gone
 BACKLOG = 2048
 
 
@@ -71,7 +73,7 @@ def bind_http(host: str, port: int) -> socket.socket:
             sock.close()
             raise
     except (OSError, OverflowError) as e:
-        hint = " (choose another with --port, or 0 for any free one)" if getattr(e, "errno", None) == errno.EADDRINUSE else ""
+        hint = " (choose another, or 0 for any free one)" if getattr(e, "errno", None) == errno.EADDRINUSE else ""
         raise VLLMValidationError(f"cannot listen on {host}:{port}: {getattr(e, 'strerror', None) or e}{hint}", parameter="port") from e
     return sock
 
@@ -103,10 +105,14 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def serve_on(prepared: Prepared, launched: Launched, sock: socket.socket, *, client_index: int = 0, announce: bool = True) -> int:
-    """Until told to stop, or the engine dies; the exit status. `announce`: the ready line on stdout."""
+async def serve_on(
+    prepared: Prepared, launched: Launched, sock: socket.socket, *, client_index: int | None = None, announce: bool = True
+) -> int:
+    """Until told to stop, or the engine dies; the exit status.
+
+    `client_index`: which of several API servers; None: the only one. `announce`: the ready line on stdout."""
+    front_end = await connect(prepared, launched, client_index or 0)  # a signal meanwhile ends it, by an exception
     signals = _Signals()
-    front_end = await connect(prepared, launched, client_index)
     config = prepared.server_config
     try:
         service = Service(
@@ -125,8 +131,8 @@ async def serve_on(prepared: Prepared, launched: Launched, sock: socket.socket, 
                 http="httptools",
                 ws="none",
                 lifespan="off",
-                log_level="warning",
-                access_log=False,
+                log_config=None,  # observe/logging.py has done it
+                access_log=not config.disable_uvicorn_access_log,
                 backlog=BACKLOG,
                 server_header=False,
                 timeout_graceful_shutdown=None,  # the deadlines are ours, below
@@ -134,7 +140,8 @@ async def serve_on(prepared: Prepared, launched: Launched, sock: socket.socket, 
         )
         allow_restart(sock)
         serving = asyncio.create_task(server.serve([sock]), name="uvicorn")
-        watching = asyncio.create_task(_until_dead(front_end), name="engine-watch")
+        stat_logger = None if config.disable_log_stats else LoggingStatLogger(front_end.metrics.engines, client_index is None)
+        watching = asyncio.create_task(_until_dead(front_end, stat_logger), name="engine-watch")
         stopping = asyncio.create_task(signals.stop.wait(), name="signals")
         try:
             while not server.started and not serving.done():  # noqa: ASYNC110  uvicorn has a flag, no event
@@ -163,9 +170,11 @@ def print_ready(sock: socket.socket, model_name: str) -> None:
     print(f"ready: http://{f'[{host}]' if ':' in host else host}:{port}  model {model_name}", flush=True)
 
 
-async def _until_dead(front_end: FrontEnd) -> None:
-    while not front_end.engine.errored:  # noqa: ASYNC110  streams hear of it at once; this is for the exit, five seconds later
+async def _until_dead(front_end: FrontEnd, stat_logger: LoggingStatLogger | None) -> None:
+    while not front_end.engine.errored:  # streams hear of it at once; this is for the exit, five seconds later
         await asyncio.sleep(0.1)
+        if stat_logger is not None:
+            stat_logger.log_if_due()
 
 
 async def _stop(server: _Server, serving: asyncio.Task[None], service: Service, signals: _Signals, patience_s: float) -> None:
@@ -178,6 +187,9 @@ async def _stop(server: _Server, serving: asyncio.Task[None], service: Service, 
         await asyncio.wait((serving, insist), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
         service.stop_generations()
         await asyncio.wait((serving, insist), timeout=LAST_WORD_S, return_when=asyncio.FIRST_COMPLETED)
+        for connection in [*server.server_state.connections]:
+            connection.transport.abort()  # not left to the loop's end, which cancels with a traceback each
+        await asyncio.wait((serving,), timeout=CUT_OFF_S)
         server.force_exit = True  # it looks every 0.1 s
         await asyncio.wait((serving,))
     finally:

@@ -36,7 +36,7 @@ import zmq
 
 from mini_engine.config import EngineConfig, ServerConfig
 from mini_engine.entrypoints.frontend import Prepared, RemoteEngines, prepare
-from mini_engine.entrypoints.frontend_child import API_KEY_VARIABLE
+from mini_engine.entrypoints.frontend_child import API_KEY_VARIABLE, FLAGS
 from mini_engine.entrypoints.serve import DEAD_LINGER_S, LAST_WORD_S, allow_restart, bind_http, print_ready, sigterm_interrupts
 from mini_engine.exceptions import EngineDeadError, VLLMValidationError
 from mini_engine.model.default_model import cache_dir
@@ -173,7 +173,7 @@ def run_supervised(engine_config: EngineConfig, server_config: ServerConfig, rem
         handles: EngineHandles | None = None
         try:
             for index, each in enumerate(listeners):
-                command, environment = _command(prepared, sock, grpc, each, binary, index)
+                command, environment = _command(prepared, sock, grpc, each, binary, index if options.count > 1 else None)
                 fds = [sock.fileno(), each.input_fd, each.output_fd] + ([grpc.fileno()] if grpc else [])
                 front_ends.start(command, fds, environment)
                 each.hand_over()
@@ -216,7 +216,7 @@ def _stop_engine(handles: EngineHandles, listeners: Sequence[Listeners]) -> None
 
 
 def _command(
-    prepared: Prepared, sock: socket.socket, grpc: socket.socket | None, listeners: Listeners, binary: str | None, index: int
+    prepared: Prepared, sock: socket.socket, grpc: socket.socket | None, listeners: Listeners, binary: str | None, index: int | None
 ) -> tuple[list[str], dict[str, str]]:
     """Argv and environment of a front-end process: the very argv that vLLM gives its Rust front-end."""
     config, environment = prepared.server_config, dict(os.environ)
@@ -226,6 +226,7 @@ def _command(
         "shutdown_timeout": math.ceil(config.shutdown_timeout_s),
         "engine_ready_timeout_secs": math.ceil(config.engine_ready_timeout_s),
     }
+    options |= {name: True for name in FLAGS if getattr(config, name)}
     if config.chat_template is not None:
         options["chat_template"] = str(Path(config.chat_template).absolute())
     if config.root_path:
@@ -244,7 +245,7 @@ def _command(
     command += ["--input-listener-fd", str(listeners.input_fd), "--output-listener-fd", str(listeners.output_fd)]
     command += ["--engine-start-index", "0", "--engine-count", "1", "--data-parallel-size", "1"]
     command += ["--grpc-listen-fd", str(grpc.fileno())] if grpc else []
-    command += ["--client-index", str(index)] if index else []  # vllm-rs is always the first
+    command += [] if index is None else ["--client-index", str(index)]
     return [*command, "--args-json", json.dumps(options, sort_keys=True)], environment
 
 
@@ -287,6 +288,6 @@ def _end(event: _Event | None, front_ends: _FrontEnds, kind: FrontEndKind) -> in
         case (_, _, message):
             logger.error("%s: stopping", message)
             if kind == "python":  # they have noticed, and answer 503 for a while; vllm-rs would go on for ever
-                front_ends.wait(DEAD_LINGER_S + LAST_WORD_S + KILL_AFTER_S)
+                front_ends.wait(DEAD_LINGER_S + LAST_WORD_S)  # but for one that waits for the engine's ready frame
             front_ends.patience_s = 1.0  # no open request can end well any more
     return 1

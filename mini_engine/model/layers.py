@@ -16,7 +16,7 @@ from torch import Tensor
 from mini_engine.config import Quantization
 from mini_engine.model.config import RopeConfig
 from mini_engine.model.int8_kernel import int8_kernel
-from mini_engine.model.linear_kernels import Kernel, float32_kernel
+from mini_engine.model.linear_kernels import Kernel, packed_kernel
 
 
 class Linear:
@@ -39,7 +39,7 @@ class Linear:
 
     def pack(self, quantization: Quantization = "none") -> None:
         """After loading: lay the weight out as the fastest kernel reads it. The plain one is freed; slots() must not be used again."""
-        self.kernel = int8_kernel(self.weight, self.bias) if quantization == "int8" else float32_kernel(self.weight, self.bias)
+        self.kernel = int8_kernel(self.weight, self.bias) if quantization == "int8" else packed_kernel(self.weight, self.bias)
         if self.kernel is not None:
             self.weight = self.weight.new_empty(0)
 

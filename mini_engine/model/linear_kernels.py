@@ -1,4 +1,4 @@
-"""Matrix products on CPU with a float32 weight laid out for the kernel that reads it. Exact; int8_kernel.py has the other one.
+"""Matrix products on CPU with a weight laid out for the kernel that reads it: float32, or bfloat16 on processors that have it (AVX-512).
 
 A kernel maps x [n, input_size] to x W^T + b. It holds the weight in the library's own layout; the plain one is not needed any more.
 
@@ -24,9 +24,11 @@ PACK_FOR_ROWS = 32  #: number of rows that the packed layout is chosen for; it s
 MIN_ROWS = 4  #: one row takes as long as five and two as long as eight, four take a seventh less: so a step is padded to four
 
 
-def float32_kernel(weight: Tensor, bias: Tensor | None) -> Kernel | None:
+def packed_kernel(weight: Tensor, bias: Tensor | None) -> Kernel | None:
     """weight [output_size, input_size]. None: nothing here is better than F.linear."""
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not _has_packed_linear():
+    if weight.device.type != "cpu" or not _has_packed_linear():
+        return None
+    if weight.dtype != torch.float32 and not (weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return None
     packed, multiply = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_FOR_ROWS), torch.ops.mkldnn._linear_pointwise
     return lambda x: multiply(x, packed, bias, "none", [], "")

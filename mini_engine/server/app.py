@@ -28,8 +28,8 @@ _BODIES: dict[str, type[BaseModel]] = {"/v1/chat/completions": ChatCompletionReq
 
 def build_app(service: Service) -> FastAPI:
     """The app over one service, its `app.state.service`."""
-    app = FastAPI(title="mini_engine", version=mini_engine.__version__, root_path=service.config.root_path)
-    app.state.service = service
+    app = FastAPI(title="mini_engine", version=mini_engine.__version__)
+    app.root_path, app.state.service = service.config.root_path, service
     for router in (chat.router, completions.router, misc.router):
         app.include_router(router)
     for error in (MiniEngineError, HTTPException, RequestValidationError, Exception):

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from mini_engine.exceptions import VLLMValidationError
 from mini_engine.outputs import CompletionOutput, RequestOutput
 from mini_engine.server.format import Choice, ChunkFormatter, to_json
 from mini_engine.server.logprobs import chat_logprobs
@@ -24,10 +25,12 @@ router = APIRouter()
 @router.post("/v1/chat/completions")
 async def create_chat_completion(raw: Request) -> Response:
     service = service_of(raw)
-    request = parse_request(ChatCompletionRequest, await read_body(raw, service.config.max_body_bytes))
-    service.check_request(request.model, request.priority)
-    messages = request.template_messages()
+    request = parse_request(ChatCompletionRequest, body := await read_body(raw, service.config.max_body_bytes))
     params = request.to_sampling_params(service.default_sampling_params)
+    service.check_request(request, params, len(body))
+    if request.chat_template is not None and not service.config.trust_request_chat_template:
+        raise VLLMValidationError("chat_template needs a server with --trust-request-chat-template", parameter="chat_template")
+    messages = request.template_messages()
     formatter = ChatFormatter(request, service, request.request_id or raw.scope["mini_engine.request_id"])
 
     async def prepare() -> Outputs:

@@ -27,10 +27,10 @@ router = APIRouter()
 @router.post("/v1/completions")
 async def create_completion(raw: Request) -> Response:
     service = service_of(raw)
-    request = parse_request(CompletionRequest, await read_body(raw, service.config.max_body_bytes))
-    service.check_request(request.model, request.priority)
+    request = parse_request(CompletionRequest, body := await read_body(raw, service.config.max_body_bytes))
     prompts = request.prompts()
     params = request.to_sampling_params(service.default_sampling_params)
+    service.check_request(request, params, len(body), len(prompts))
     formatter = CompletionFormatter(request, service, request.request_id or raw.scope["mini_engine.request_id"])
 
     async def submit(i: int, prompt: str | list[int]) -> Outputs:
@@ -38,7 +38,8 @@ async def create_completion(raw: Request) -> Response:
         if isinstance(prompt, str):
             text, prompt_token_ids = prompt, await renderer.tokenize_prompt(prompt, add_special_tokens=request.add_special_tokens)
         else:
-            text, prompt_token_ids = (renderer.tokenizer.decode(prompt) if request.echo else ""), prompt
+            echoed = request.echo and len(prompt) < service.max_model_len  # a longer one is refused soon: its text is for nobody
+            text, prompt_token_ids = (renderer.tokenizer.decode(prompt) if echoed else ""), prompt
         formatter.prompt_texts[i] = text
         return service.engine.generate(
             prompt_token_ids, params, f"{formatter.base['id']}-{i}", prompt=text, priority=request.priority, cache_salt=request.cache_salt

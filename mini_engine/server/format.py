@@ -159,13 +159,9 @@ class ChunkFormatter:
 
     def usage(self) -> dict[str, Any]:
         """Prompts count once each, however many answers they have."""
-        prompt_tokens = sum(tokens for tokens, _ in self.prompts.values())
-        return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in self.prompts.values())},
-        }
+        prompt, cached = (sum(counts[i] for counts in self.prompts.values()) for i in (0, 1))
+        answer, details = self.completion_tokens, {"cached_tokens": cached}
+        return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer, "prompt_tokens_details": details}
 
 
 def raise_if_failed(output: RequestOutput, completion: CompletionOutput) -> None:

@@ -11,6 +11,7 @@ import secrets
 import uuid
 
 from fastapi import Request
+from starlette._utils import get_route_path
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -44,7 +45,8 @@ class EdgeMiddleware:
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
             await send(message)
 
-        guarded = scope["path"].removeprefix(scope.get("root_path", "")).startswith(GUARDED) and scope["method"] != "OPTIONS"
+        # the path that the router will look at: a root path is stripped in its way, or not at all
+        guarded = get_route_path(scope).startswith(GUARDED) and scope["method"] != "OPTIONS"
         if self.expected is not None and guarded and not secrets.compare_digest(headers.get(b"authorization", b""), self.expected):
             body = render_error("this server needs its API key: send the header 'Authorization: Bearer KEY'", _UNAUTHORIZED)
             refusal = Response(body, _UNAUTHORIZED.status, {"www-authenticate": "Bearer"}, media_type="application/json")

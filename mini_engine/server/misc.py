@@ -28,16 +28,8 @@ def _json(content: object, status: int = 200) -> Response:
 
 
 def _model_card(service: Service) -> dict[str, object]:
-    name = service.model_name
-    return {
-        "id": name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "mini_engine",
-        "root": name,
-        "parent": None,
-        "max_model_len": service.max_model_len,
-    }
+    card = {"id": service.model_name, "object": "model", "created": service.created, "owned_by": "mini_engine"}
+    return card | {"root": service.model_name, "parent": None, "max_model_len": service.max_model_len}
 
 
 @router.get("/v1/models")

@@ -10,16 +10,21 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from fastapi import Request
 
 from mini_engine.config import ServerConfig
 from mini_engine.exceptions import VLLMValidationError
 from mini_engine.observe.metrics import PrometheusStatLogger
-from mini_engine.server.errors import EngineUnavailableError, ModelNotFoundError
+from mini_engine.sampling_params import SamplingParams
+from mini_engine.server.errors import EngineUnavailableError, ModelNotFoundError, ServerStoppingError
+from mini_engine.server.protocol import GenerationRequest
 from mini_engine.server.sse import EncodeEvent, encode_event
 
 if TYPE_CHECKING:
     from mini_engine.llm.async_llm import AsyncLLM
+
+MAX_ANSWERS = 2048  #: of one request: each costs the event loop its submission, and nobody else has a turn meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +47,24 @@ class Service:
     in_flight: set[asyncio.Task[None]] = field(default_factory=set)  #: respond.py adds and removes
     stopping: bool = False
 
-    def check_request(self, model: str | None, priority: int) -> None:
-        """Before any work: is the engine alive, and is this what it serves? A missing model name means the one we have."""
+    def check_request(self, request: GenerationRequest, params: SamplingParams, num_bytes: int, num_prompts: int = 1) -> None:
+        """Before any work: are we and the engine alive, is this what we serve, and no more than one may ask for in `num_bytes`?"""
         self.check_engine()
-        if model is not None:
-            self.check_model(model)
-        if priority and not self.priority_scheduling:
-            raise VLLMValidationError(
-                f"priority must be 0 unless the server runs with --scheduling-policy priority, got {priority}", parameter="priority"
-            )
+        if self.stopping:
+            raise ServerStoppingError("the server is shutting down; this request was not begun")
+        if request.model is not None:  # else it means the one we have
+            self.check_model(request.model)
+        if request.priority and not self.priority_scheduling:
+            message = f"priority must be 0 unless the server runs with --scheduling-policy priority, got {request.priority}"
+            raise VLLMValidationError(message, parameter="priority")
+        num_answers, limit = num_prompts * request.n, self.config.max_body_bytes
+        if num_answers > MAX_ANSWERS:
+            message = f"one request may ask for at most {MAX_ANSWERS} answers (prompts times n), got {num_answers}"
+            raise VLLMValidationError(message, parameter="n", value=num_answers)
+        # each answer is a message of its own to the engine, with its prompt and all parameters
+        if (cost := max(num_bytes * request.n, len(msgspec.msgpack.encode(params)) * num_answers)) > limit:
+            message = f"a body of {num_bytes} bytes for {num_answers} answers means {cost} bytes for the engine; at most {limit} are taken"
+            raise VLLMValidationError(message, parameter="n", value=num_answers)
 
     def check_engine(self) -> None:
         if self.engine.errored:

@@ -218,7 +218,7 @@ class AsyncMPClient:
                 logger.warning("ignored an unexpected message of %d frames from %r on the request socket", len(payload), identity)
                 continue
             try:
-                self._responses[identity] = msgspec.msgpack.decode(payload[0], type=EngineCoreReadyResponse) if payload[0] else None
+                self._responses[identity] = MsgpackDecoder(EngineCoreReadyResponse).decode(payload) if payload[0] else None
             except msgspec.DecodeError as e:
                 self._die(f"the ready frame of engine {int.from_bytes(identity, 'little')} is not one of vLLM 0.32.0: {e}")
                 return

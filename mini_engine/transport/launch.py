@@ -24,6 +24,7 @@ from mini_engine.config import EngineConfig
 from mini_engine.exceptions import EngineDeadError, VLLMValidationError
 from mini_engine.transport.listeners import Listeners
 from mini_engine.transport.liveness import ProcessMonitor, describe_exit
+from mini_engine.wire.codec import MsgpackDecoder
 from mini_engine.wire.handshake import EngineHandshakeMetadata, EngineZmqAddresses, HandshakeStatus, engine_identity
 
 logger = logging.getLogger(__name__)
@@ -162,7 +163,7 @@ def _shake_hands(
     init = msgspec.msgpack.encode(
         EngineHandshakeMetadata(EngineZmqAddresses([each.input_address for each in listeners], [each.output_address for each in listeners]))
     )
-    decoder = msgspec.msgpack.Decoder(HandshakeStatus)
+    decoder = MsgpackDecoder(HandshakeStatus)
     states = dict.fromkeys(identities, "NEW")
     deadline = time.monotonic() + timeout_s
     while any(state != "READY" for state in states.values()):
@@ -178,8 +179,8 @@ def _shake_hands(
             continue
         identity, *frames = sock.recv_multipart()
         try:
-            message = decoder.decode(b"".join(frames))
-        except (msgspec.DecodeError, msgspec.ValidationError) as e:
+            message = decoder.decode([b"".join(frames)])
+        except msgspec.DecodeError as e:
             if identity not in states:  # never harms the healthy side
                 logger.warning("ignored %d undecodable bytes on the handshake socket from %r", sum(map(len, frames)), identity)
                 continue

@@ -9,6 +9,8 @@
 Stands before any request.    vLLM: v1/engine/utils.py::EngineHandshakeMetadata, v1/engine/__init__.py::EngineCoreReadyResponse; WIRE §2
 """
 
+from typing import Any
+
 import msgspec
 
 
@@ -66,7 +68,7 @@ class EngineCoreReadyResponse(msgspec.Struct, kw_only=True):
     mamba_block_size: int | None = None
     kv_cache_size_tokens: int | None = None
     kv_cache_max_concurrency: float | None = None
-    kv_events_config: object = None
+    kv_events_config: Any = None
     weight_transfer_backend: str | None = None
     enable_sleep_mode: bool = False
     supports_draft_weight_updates: bool = False

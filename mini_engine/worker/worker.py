@@ -37,7 +37,8 @@ class Worker:
         self.dtype = choose_dtype(config.dtype, ModelConfig.from_dir(model_dir).dtype, self.device)
         if config.quantization == "int8" and (self.device.type, self.dtype) != ("cpu", torch.float32):
             raise VLLMValidationError(
-                f"quantization int8 works on float32 on CPU, not on {config.dtype} on {self.device}; leave one of them out",
+                f"quantization int8 works on float32 on CPU, not on {str(self.dtype).removeprefix('torch.')} on {self.device}; "
+                "leave one of them out",
                 parameter="quantization",
             )
         self.model = load_model(model_dir, self.dtype, self.device, config.quantization)
@@ -99,4 +100,9 @@ def choose_dtype(name: str, checkpoint: str | None, device: torch.device) -> tor
     """auto: float32 on CPU, on CUDA the checkpoint's. Any other name is torch's."""
     if name == "auto":
         name = "float32" if device.type == "cpu" else (checkpoint or "float32")
-    return getattr(torch, name)
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise VLLMValidationError(
+            f"the checkpoint's torch_dtype is {name!r}, which is none of torch's; name one with --dtype", parameter="dtype", value=name
+        )
+    return dtype

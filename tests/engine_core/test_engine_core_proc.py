@@ -94,6 +94,16 @@ def test_each_front_end_gets_its_own(front_end):
     assert front_end.call(5, "get_supported_tasks", client=1).result.value == ["generate"]
 
 
+def test_every_front_end_hears_that_the_engine_is_idle(tmp_path, model):
+    """Its load goes to one front-end at a time; the others' gauges would say for ever what they last heard."""
+    with running_engine(tmp_path / "e", mock_config(model), num_clients=2) as (front_end, _):
+        for client in (0, 1):
+            front_end.add(make_request(f"only {client}", [1, 2, 3], 8, client_index=client), client=client)
+            front_end.until_finished(f"only {client}", client=client)
+            stats = front_end.receive(1 - client).scheduler_stats
+            assert (stats.num_running_reqs, stats.num_waiting_reqs, stats.kv_cache_usage) == (0, 0, 0.0)
+
+
 def test_large_logprobs_travel_in_frames_of_their_own(front_end):
     front_end.add(make_request("lp", [1, 2], 3, logprobs=-1))
     front_end.until_finished("lp")

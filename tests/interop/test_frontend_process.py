@@ -127,6 +127,8 @@ def test_our_own_child_reads_the_same_arguments(monkeypatch: pytest.MonkeyPatch,
     assert "without effect on this front-end: dtype" in caplog.text
     monkeypatch.setenv("MINI_ENGINE_API_KEY", "from the environment")
     assert parse_args_json('{"model_tag": "m"}')[1].api_key == "from the environment"
+    monkeypatch.setenv("MINI_ENGINE_API_KEY", "")
+    assert parse_args_json('{"model_tag": "m"}')[1].api_key is None
     for wrong in ("", "[]", "{}", '{"model_tag": 1}', '{"model_tag": "m", "api_key": ["a", "b"]}'):
         with pytest.raises(VLLMValidationError):
             parse_args_json(wrong)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from mini_engine.config import EngineConfig
 from mini_engine.exceptions import VLLMValidationError
 from mini_engine.model import linear_kernels
-from mini_engine.model.layers import Linear
 from mini_engine.model.int8_kernel import LEVELS, int8_kernel
-from mini_engine.model.linear_kernels import float32_kernel
+from mini_engine.model.layers import Linear
+from mini_engine.model.linear_kernels import packed_kernel
 from mini_engine.model.loader import load_model
 from mini_engine.worker import worker
 from mini_engine.worker.worker import Worker
@@ -92,7 +92,7 @@ def test_missing_operators_are_said_and_survived(monkeypatch: pytest.MonkeyPatch
     expected = linear(x)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert float32_kernel(linear.weight, linear.bias) is None
+            assert packed_kernel(linear.weight, linear.bias) is None
         linear.pack()
     assert torch.equal(linear(x), expected)
     (record,) = caplog.records  # once, not per layer

@@ -2,18 +2,20 @@
 
 import logging
 import re
+from collections.abc import Iterator
 
 import pytest
 
-from mini_engine.observe.logging import ROOT, setup
+from mini_engine.observe.logging import ROOT, UVICORN, setup
 
 
 @pytest.fixture(autouse=True)
-def restore_logger() -> object:
-    logger = logging.getLogger(ROOT)
-    before = (logger.handlers, logger.level, logger.propagate)
+def restore_loggers() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in (ROOT, *UVICORN)]
+    before = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
     yield
-    logger.handlers, logger.level, logger.propagate = before
+    for logger, was in zip(loggers, before, strict=True):
+        logger.handlers, logger.level, logger.propagate = was
 
 
 def test_a_line_carries_tag_level_and_module(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,3 +34,13 @@ def test_level_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     setup("api", "DEBUG")
     logging.getLogger("mini_engine.x").debug("seen")
     assert "DEBUG x: seen" in capsys.readouterr().err
+
+
+def test_uvicorn_speaks_in_the_same_format(capsys: pytest.CaptureFixture[str]) -> None:
+    setup("api", logging.WARNING)  # the level is our own loggers'
+    logging.getLogger("uvicorn.access").info('%s - "%s %s HTTP/%s" %d', "127.0.0.1:1", "GET", "/health", "1.1", 200)
+    logging.getLogger("uvicorn.error").info("Started server process")
+    logging.getLogger("uvicorn.error").warning("Invalid HTTP request received.")
+    access, warning = capsys.readouterr().err.splitlines()
+    assert access.endswith('[api] INFO uvicorn.access: 127.0.0.1:1 - "GET /health HTTP/1.1" 200')
+    assert warning.endswith("[api] WARNING uvicorn.error: Invalid HTTP request received.")

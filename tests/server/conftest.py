@@ -9,5 +9,7 @@ from tests.server.serving import Served, serving
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Served]:
-    with serving("--mock-step-ms", "2", "--max-num-batched-tokens", "256", "--max-num-seqs", "256") as served:
+    with serving(
+        "--mock-step-ms", "2", "--max-num-batched-tokens", "256", "--max-num-seqs", "256", "--trust-request-chat-template"
+    ) as served:
         yield served

@@ -164,7 +164,7 @@ def parse_sse(raw: bytes) -> Iterator[Any]:
 class AsgiClient:
     """Drives the app message by message, so that a test decides when the client leaves."""
 
-    def __init__(self, app: FastAPI, path: str, body: dict[str, Any], complete: bool = True) -> None:
+    def __init__(self, app: FastAPI, path: str, body: dict[str, Any], complete: bool = True, method: str = "POST") -> None:
         self.messages: list[dict[str, Any]] = []
         self.sent = asyncio.Event()
         self._inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -172,7 +172,7 @@ class AsgiClient:
         scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
-            "method": "POST",
+            "method": method,
             "path": path,
             "raw_path": path.encode(),
             "root_path": "",
@@ -188,6 +188,9 @@ class AsgiClient:
     async def _send(self, message: Any) -> None:
         self.messages.append(message)
         self.sent.set()
+
+    def complete(self) -> None:
+        self._inbox.put_nowait({"type": "http.request", "body": b"", "more_body": False})
 
     def disconnect(self) -> None:
         self._inbox.put_nowait({"type": "http.disconnect"})

@@ -196,3 +196,13 @@ async def test_overlay_encodes_every_event() -> None:
     async with client_of(app) as client:
         raw = (await client.post("/v1/chat/completions", json=chat_body(stream=True))).content
     assert len(payloads) == raw.count(b"\n\n") == 7 and payloads[-1] == b"[DONE]"
+
+
+async def test_an_echo_that_is_too_long_is_refused_undecoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding takes seconds, on the event loop."""
+    engine, app = make_app()
+    decoded: list[int] = []
+    monkeypatch.setattr(engine.renderer.tokenizer, "decode", lambda ids: decoded.append(len(ids)) or "text")
+    async with client_of(app) as client:
+        response = await client.post("/v1/completions", json=completion_body(prompt=[[7] * 999, [7] * 100_000], echo=True))
+    assert response.status_code == 400 and "100000 tokens" in response.text and decoded == [999]

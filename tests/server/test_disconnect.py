@@ -86,3 +86,15 @@ async def test_shutdown_ends_open_generations_with_a_terminal_error(stream: bool
         else:
             assert client.messages[0]["status"] == 503 and b"server_stopping" in client.body
     assert not engine.open
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+async def test_a_body_that_is_complete_too_late_begins_nothing(path: str, body: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    engine, app = make_app()
+    async with asgi_client(app, path, body | {"stream": True}, complete=False) as client:
+        await settle()
+        app.state.service.stop_generations()
+        client.complete()
+        await client.task
+        assert client.messages[0]["status"] == 503 and b"server_stopping" in client.body
+    assert not engine.requests and not caplog.records

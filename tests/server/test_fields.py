@@ -1,12 +1,14 @@
 """The field law: every field is used, or has no effect by definition, or is refused by name. Nothing is accepted and ignored."""
 
 import contextlib
+import gc
 import json
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
 
 from mini_engine.exceptions import VLLMValidationError
 from mini_engine.server import fields
@@ -82,7 +84,7 @@ COMPANIONS: dict[str, dict[str, Any]] = {
 
 async def observe(path: str, body: dict[str, Any]) -> str:
     """Everything that can be seen of a request: what the engine and renderer got, and the answer but for ids and clocks."""
-    engine, app = make_app(priority_scheduling=True)
+    engine, app = make_app(priority_scheduling=True, trust_request_chat_template=True)
     async with client_of(app) as client:
         response = await client.post(path, json=body)
     if response.status_code != 200:
@@ -105,6 +107,16 @@ async def test_every_used_field_changes_something(path: str, name: str) -> None:
         companions["logprobs"] = True
     base = ROUTES[path][1](**companions)
     assert await observe(path, base) != await observe(path, base | {name: value})
+
+
+async def test_a_template_of_the_requests_own_is_refused_unless_the_server_trusts_them() -> None:
+    """It is a program, and may run for ever."""
+    engine, app = make_app()
+    async with client_of(app) as client:
+        response = await client.post("/v1/chat/completions", json=chat_body(chat_template="{{ messages }}"))
+        assert response.status_code == 400 and not engine.renderer.calls
+        error = response.json()["error"]
+        assert error["param"] == "chat_template" and "--trust-request-chat-template" in error["message"]
 
 
 @pytest.mark.parametrize(("path", "name"), NOT_BUILT)
@@ -232,3 +244,26 @@ def test_any_json_is_a_request_or_a_400(path: str, more: dict[str, Any]) -> None
         else:
             assert isinstance(request, CompletionRequest)
             assert len(request.prompts()) >= 1
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (ChatCompletionRequest, {"messages": [1] * 1000}),
+        (ChatCompletionRequest, {"messages": [{"role": "user", "content": [1] * 1000}]}),
+        (CompletionRequest, {"prompt": [[]] * 999 + [[None]]}),
+        (CompletionRequest, {"prompt": "a", "stop_token_ids": ["a"] * 1000}),
+    ],
+)
+def test_a_body_full_of_mistakes_costs_no_more_than_one(model: type[BaseModel], body: dict[str, Any]) -> None:
+    """A report on each of a million of them would stop the event loop for seconds."""
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(body)
+    assert caught.value.error_count() <= 5  # one for each type that the field may have
+
+
+@pytest.mark.parametrize("raw", [b'{"prompt": "a"}', b"{", b"[]", b"", b"[" * 100_000, b'{"prompt": 1}'])
+def test_the_garbage_collector_is_on_again(raw: bytes) -> None:
+    with contextlib.suppress(VLLMValidationError):
+        parse_request(CompletionRequest, raw)
+    assert gc.isenabled()

@@ -1,20 +1,24 @@
 """Start, stop and death of `mini-engine serve`: what clients, probes and the shell see."""
 
+import contextlib
 import json
+import re
 import signal
 import socket
+import subprocess
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
 from mini_engine.entrypoints.serve import bind_http
 from mini_engine.exceptions import VLLMValidationError
 from tests.server.fake import parse_sse
-from tests.server.serving import Served, run_cli, serving, wait_until
+from tests.server.serving import CLI, MESSAGES, START_S, Served, run_cli, serving, wait_until
 
 LONG: dict[str, Any] = {"prompt": [9], "max_tokens": 8000, "ignore_eos": True}
 
@@ -115,6 +119,15 @@ def test_hanging_engine_is_stuck() -> None:
         assert status == 503 and json.loads(raw)["error"]["code"] == "server_stopping"
 
 
+@pytest.mark.parametrize("frontend", ["inline", "python"])
+def test_a_trusted_template_that_never_ends_does_not_keep_the_server(frontend: str) -> None:
+    endless = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
+    with serving("--trust-request-chat-template", "--frontend", frontend) as server:
+        with pytest.raises(httpx.ReadTimeout), server.new_client() as client:
+            client.post("/v1/chat/completions", json={"messages": MESSAGES, "chat_template": endless}, timeout=0.5)
+        assert server.signal_and_wait(signal.SIGTERM) == 0
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_stop_lets_open_streams_end(signum: signal.Signals) -> None:
     with serving("--mock-step-ms", "5", "--shutdown-timeout", "10") as server:
@@ -153,7 +166,7 @@ def test_busy_port_fails_at_once(server: Served) -> None:
     port = server.url.rpartition(":")[2]
     run = run_cli("serve", "--executor", "mock", "--port", port, "--model", "no/such/model/is/asked/for")
     assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr.startswith(f"error: cannot listen on 127.0.0.1:{port}: Address already in use (choose another with --port")
+    assert run.stderr.startswith(f"error: cannot listen on 127.0.0.1:{port}: Address already in use (choose another")
 
 
 @pytest.mark.parametrize("frontend", ["inline", "python"])
@@ -174,13 +187,11 @@ def test_two_that_start_do_not_share_a_port() -> None:
             bind_http("127.0.0.1", port)
 
 
+WAITS = [*CLI, "serve", "--executor", "mock", "--port", "0", "--data-parallel-size-local", "0", "--data-parallel-rpc-port", "0"]
+
+
 def test_interrupt_while_starting_leaves_nothing() -> None:
-    import subprocess
-
-    from tests.server.serving import CLI
-
-    command = [*CLI, "serve", "--executor", "mock", "--port", "0", "--data-parallel-size-local", "0", "--data-parallel-rpc-port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(WAITS, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     assert "waiting for 1 headless engine(s) at tcp://" in process.stderr.readline()
     process.terminate()
@@ -188,22 +199,61 @@ def test_interrupt_while_starting_leaves_nothing() -> None:
     assert (process.returncode, out, err) == (0, "", "")
 
 
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_front_ends_that_wait_for_an_engine_end_with_their_parent(signum: signal.Signals) -> None:
+    """However it ends; not after the time that open requests would have, nor after the engine's."""
+    process = subprocess.Popen([*WAITS, "--api-server-count", "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    front_ends: list[psutil.Process] = []
+    try:
+
+        def waiting() -> bool:
+            front_ends[:] = psutil.Process(process.pid).children()
+            names = [{(task / "comm").read_text()[:5] for task in Path(f"/proc/{f.pid}/task").iterdir()} for f in front_ends]
+            return len(names) == 2 and all("ZMQbg" in each for each in names)
+
+        wait_until(waiting, "both have their sockets", START_S)
+        process.send_signal(signum)
+        out, err = process.communicate(timeout=5)
+        assert (process.returncode, out) == ({signal.SIGTERM: 0, signal.SIGINT: 130}.get(signum, -signum), "")
+        assert "killed" not in err and "Traceback" not in err
+        assert psutil.wait_procs(front_ends, timeout=5)[1] == []
+    finally:
+        for each in (process, *front_ends):  # all: each holds the pipes
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.communicate()
+
+
+def test_connections_that_are_cut_off_leave_no_traceback() -> None:
+    """At shutdown's end: requests whose bodies are half there, and an answer that is not read."""
+    with serving("--shutdown-timeout", "0.1", "--max-num-seqs", "256") as server, contextlib.ExitStack() as stack:
+        address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+
+        def send(length: int, body: bytes) -> None:
+            sock = stack.enter_context(socket.socket())
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(address)
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % length + body)
+
+        for _ in range(20):
+            send(1000, b"{")
+        prompt = "all work and no play " * 1500
+        body = json.dumps({"prompt": prompt, "echo": True, "n": 250, "temperature": 1, "max_tokens": 2, "stream": True}).encode()
+        send(len(body), body)  # 8 MB of answer
+        wait_until(lambda: server.gauge("num_requests_running") == 0 and server.gauge("generation_tokens_total") == 500, "it is computed")
+        assert server.get("/load").json() == {"server_load": 1}
+        assert server.signal_and_wait(signal.SIGTERM) == 0
+        assert "Traceback" not in server.errors() and "ERROR" not in server.errors()
+
+
 def test_headless_engine(tmp_path: Path) -> None:
     """The engine in a process that is not our child, over TCP: serves, and its death is noticed."""
-    import re
-    import subprocess
-
-    from tests.server.serving import CLI
-
-    command = [*CLI, "serve", "--executor", "mock", "--port", "0", "--data-parallel-size-local", "0", "--data-parallel-rpc-port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as front_end:
+    with subprocess.Popen(WAITS, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as front_end:
         assert front_end.stderr is not None and front_end.stdout is not None
         match = re.search(r"tcp://127.0.0.1:(\d+)", front_end.stderr.readline())
         assert match
         engine = subprocess.Popen([*CLI, "engine", "--executor", "mock", "--data-parallel-rpc-port", match[1]], stderr=subprocess.DEVNULL)
         try:
-            import httpx
-
             url = front_end.stdout.readline().split()[1]
             with httpx.Client(base_url=url, trust_env=False, timeout=20) as client:
                 response = client.post("/v1/completions", json={"prompt": [9], "max_tokens": 5})

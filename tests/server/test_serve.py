@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from mini_engine.executor.mock import mock_generate
 from mini_engine.render.model_files import ModelFiles
+from mini_engine.server.service import MAX_ANSWERS
 from tests.server.fake import parse_sse
 from tests.server.serving import MESSAGES, Served, serving
 from tests.server.test_fields import JSON, NAMES
@@ -82,7 +83,12 @@ def test_chat_options_reach_the_template(server: Served) -> None:
     ]
     assert len({tuple(prompt) for prompt in prompts}) == 4 and prompts[0][: len(prompts[1])] == prompts[1]
     assert server.post("/v1/chat/completions", **base, continue_final_message=True).json()["error"]["param"] == "continue_final_message"
-    assert server.post("/v1/chat/completions", **base, chat_template="{% if").status_code == 400
+    for wrong in (
+        {"chat_template": "{% if"},
+        {"chat_template": "{{ '%c'|format(55555) }}"},
+        {"chat_template_kwargs": {"chat_template": ""}},
+    ):
+        assert server.post("/v1/chat/completions", **base, **wrong).status_code == 400, wrong
 
 
 def test_too_long_names_both_numbers(server: Served) -> None:
@@ -92,6 +98,19 @@ def test_too_long_names_both_numbers(server: Served) -> None:
     assert str(limit) in response.json()["error"]["message"] and str(limit + 5) in response.json()["error"]["message"]
     response = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "x" * 2_000_000}])
     assert response.status_code == 400 and str(limit) in response.json()["error"]["message"]
+
+
+def test_one_request_cannot_ask_for_any_number_of_answers(server: Served) -> None:
+    asked = {"prompt": [[9]] * (MAX_ANSWERS // 2), "max_tokens": 1, "temperature": 1}
+    assert len(server.post("/v1/completions", **asked, n=2).json()["choices"]) == MAX_ANSWERS
+    for path, body in (
+        ("/v1/completions", asked | {"n": 3}),
+        ("/v1/completions", asked | {"prompt": ["a"] * (MAX_ANSWERS + 1)}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "n": MAX_ANSWERS + 1}),
+    ):
+        error = server.post(path, **body).json()["error"]
+        assert error["param"] == "n" and f"at most {MAX_ANSWERS} answers (prompts times n), got" in error["message"]
+    server.wait_idle()
 
 
 def test_the_servers_limit_is_the_engines() -> None:

@@ -208,7 +208,9 @@ HELLO = msgpack.packb({"status": "HELLO", "local": False, "headless": True})
 
 
 @pytest.mark.parametrize(
-    "garbage", [HELLO[:cut] for cut in range(0, len(HELLO), 5)] + [b"\xff" * 9, b"GET / HTTP/1.1\r\n\r\n", b"x" * (4 << 20)]
+    "garbage",
+    [HELLO[:cut] for cut in range(0, len(HELLO), 5)]
+    + [b"\x81\xa1x" + b"\x91" * 100_000, b"\xff" * 9, b"GET / HTTP/1.1\r\n\r\n", b"x" * (4 << 20)],
 )
 def test_garbage_from_nobody_in_particular_is_ignored(garbage: bytes) -> None:
     with waiting() as (endpoint, future, _), FakeEngine(b"scanner") as scanner, FakeEngine() as engine:

@@ -139,6 +139,9 @@ def test_device_and_dtype() -> None:
     assert worker.choose_dtype("auto", "bfloat16", cuda) is torch.bfloat16
     assert worker.choose_dtype("auto", None, cuda) is torch.float32
     assert worker.choose_dtype("float16", "bfloat16", cpu) is torch.float16
+    for odd in ("fp16", "nn", "int8"):  # what a config.json may say
+        with pytest.raises(VLLMValidationError, match=f"torch_dtype is '{odd}'.*--dtype"):
+            worker.choose_dtype("auto", odd, cuda)
     with pytest.raises(VLLMValidationError, match="device must be auto, cpu or cuda, got 'tpu'"):
         worker.choose_device("tpu")
     if not torch.cuda.is_available():
