@@ -107,6 +107,8 @@ class Engine:
         #      id, prompt, multimodal, sampling, pooling, arrival, lora, cache salt, rank: the nine that must be there
         add = [request_id, prompt_token_ids, None, params, None, time.time(), None, None, None]
         stream = self.streams[request_id] = queue.SimpleQueue()
+        if not self.alive:  # it died between the handler's look and this line: nobody else would end the stream
+            stream.put(([], "error", "the engine died"))
         finish = None
         try:
             self.command(ADD, add)
