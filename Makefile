@@ -21,7 +21,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --no-input install --quiet -c co
 help:  ## these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
 
-serve: $(STAMP)  ## API server with the default model
+serve: $(STAMP)  ## API server with the default model; ARGS="--port 8001 …" are options of mini-engine serve
 	@exec $(VENV)/bin/mini-engine serve $(ARGS)
 
 chat: $(STAMP)  ## chat in the terminal

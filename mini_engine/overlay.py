@@ -10,7 +10,8 @@ call `check()` before they start anything.
     kv_cache.block_pool   class BlockPool, all of its methods; kv_cache/block_pool.py::BlockPool
     text.detokenizer      class Detokenizer(tokenizer: Tokenizer, request: EngineCoreRequest, check_stop: as the next line), with the
                           methods and attributes of text/detokenizer.py::IncrementalDetokenizer
-    text.stop             check_stop_strings(output_text: str, new_char_count: int, stop: list[str], include_in_output: bool)
+    text.stop             (for requests with `stop`)
+                          check_stop_strings(output_text: str, new_char_count: int, stop: list[str], include_in_output: bool)
                           → (stop string, length to cut the text to; -1: all) | None; text/stop.py::check_stop_strings
     server.sse            encode_event(payload: bytes | str, JSON or [DONE]) → bytes of one event; server/sse.py::encode_event
 

@@ -55,6 +55,8 @@ def startup_handshake(address: str, engine_index: int, headless: bool) -> Iterat
         sock.setsockopt(zmq.LINGER, 5000)
         sock.connect(address)
         sock.send(msgspec.msgpack.encode(HandshakeStatus("HELLO", local=not headless, headless=headless)))
+        if headless:
+            logger.info("waiting for a front-end at %s", address)
         if not sock.poll(HANDSHAKE_TIMEOUT_S * 1000):
             sock.setsockopt(zmq.LINGER, 0)
             raise RuntimeError(f"no front-end answered at {address} within {HANDSHAKE_TIMEOUT_S} s")

@@ -91,7 +91,9 @@ class ServerSource:
         except VLLMValidationError:
             raise
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as e:
-            raise VLLMValidationError(f"no OpenAI server at {self.client.base_url}: {e!r}", parameter="url") from e
+            raise VLLMValidationError(
+                f"no OpenAI server at {self.client.base_url}: {e!r}; --url is like http://127.0.0.1:8000", parameter="url"
+            ) from e
         return str(self.body["model"])
 
     async def answer(self, messages: list[Message], usage: Usage) -> AsyncGenerator[str, None]:

@@ -77,6 +77,8 @@ def serve(
     from mini_engine.entrypoints.serve import bind_http, run_server
     from mini_engine.entrypoints.supervise import FrontEndOptions, run_supervised
 
+    if given["api_key"] is None and "MINI_ENGINE_API_KEY" in os.environ:
+        given["api_key"] = ""  # the parser drops an empty variable, and a key that was meant must not be no key
     options = FrontEndOptions.choose(frontend, api_server_count, vllm_rs, grpc_port)
     same_names = {f.name: given[f.name] for f in fields(ServerConfig) if f.name in given}
     server = ServerConfig(**same_names, shutdown_timeout_s=shutdown_timeout)

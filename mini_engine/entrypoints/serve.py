@@ -73,7 +73,7 @@ def bind_http(host: str, port: int) -> socket.socket:
             sock.close()
             raise
     except (OSError, OverflowError) as e:
-        hint = " (choose another, or 0 for any free one)" if getattr(e, "errno", None) == errno.EADDRINUSE else ""
+        hint = " (choose another port, or 0 for any free one)" if getattr(e, "errno", None) == errno.EADDRINUSE else ""
         raise VLLMValidationError(f"cannot listen on {host}:{port}: {getattr(e, 'strerror', None) or e}{hint}", parameter="port") from e
     return sock
 

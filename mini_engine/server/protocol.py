@@ -25,6 +25,7 @@ T = TypeVar("T")
 ListOf = Annotated[list[T], Field(fail_fast=True)]
 MAX_LOGPROBS = 20  #: OpenAI's limit, and vLLM's --max-logprobs
 MAX_STOP_STRINGS = 64
+MAX_ANSWERS = 2048  #: of one request: each costs the event loop its submission, and nobody else has a turn meanwhile
 
 
 class StreamOptions(BaseModel):
@@ -61,7 +62,7 @@ class GenerationRequest(BaseModel):
     not_built: ClassVar[fields.NotBuilt]
 
     model: str | None = None
-    n: Count = 1
+    n: Annotated[int, Field(le=MAX_ANSWERS)] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: float | None = None

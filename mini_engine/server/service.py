@@ -18,13 +18,11 @@ from mini_engine.exceptions import VLLMValidationError
 from mini_engine.observe.metrics import PrometheusStatLogger
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.server.errors import EngineUnavailableError, ModelNotFoundError, ServerStoppingError
-from mini_engine.server.protocol import GenerationRequest
+from mini_engine.server.protocol import MAX_ANSWERS, GenerationRequest
 from mini_engine.server.sse import EncodeEvent, encode_event
 
 if TYPE_CHECKING:
     from mini_engine.llm.async_llm import AsyncLLM
-
-MAX_ANSWERS = 2048  #: of one request: each costs the event loop its submission, and nobody else has a turn meanwhile
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,14 @@ class Worker:
         return max(available, 0) // spec.page_size_bytes
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        """Allocate, and run one small step so that the first request does not pay for it."""
+        """Allocate, and run one small step so that the first request does not pay for it.
+
+        Raises VLLMValidationError when the cache is larger than the machine: an allocation need not fail before the pages are written."""
+        wanted = kv_cache_config.num_blocks * self.get_kv_cache_spec().page_size_bytes
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if self.device.type == "cpu" and wanted > memory:
+            message = f"a KV cache of {wanted} bytes is more than this machine's memory of {memory}: lower kv_cache_memory_bytes"
+            raise VLLMValidationError(f"{message} or num_gpu_blocks_override", parameter="kv_cache_memory_bytes", value=wanted)
         self.runner.initialize_kv_cache(kv_cache_config)
         self.runner.dummy_run(WARM_UP_TOKENS)
 

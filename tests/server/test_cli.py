@@ -79,6 +79,12 @@ def test_a_server_that_cannot_serve_says_why_in_one_line(tmp_path: Path, argumen
     assert run.stderr.startswith("error: ") and run.stderr.count("\n") == 1 and said in run.stderr
 
 
+def test_an_empty_key_in_the_environment_is_no_open_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINI_ENGINE_API_KEY", "")
+    run = run_cli("serve", "--executor", "mock", "--port", "0")
+    assert run.returncode == 2 and "api_key must not be empty" in run.stderr
+
+
 def test_an_engine_that_cannot_start_is_exit_1(tmp_path: Path) -> None:
     overlay = tmp_path / "pool.py"
     overlay.write_text("class BlockPool:\n    def __init__(self, *args, **kwargs):\n        raise RuntimeError('no pool today')\n")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mini_engine.executor.mock import mock_generate
 from mini_engine.render.model_files import ModelFiles
-from mini_engine.server.service import MAX_ANSWERS
+from mini_engine.server.protocol import MAX_ANSWERS
 from tests.server.fake import parse_sse
 from tests.server.serving import MESSAGES, Served, serving
 from tests.server.test_fields import JSON, NAMES
@@ -109,7 +109,7 @@ def test_one_request_cannot_ask_for_any_number_of_answers(server: Served) -> Non
         ("/v1/chat/completions", {"messages": MESSAGES, "n": MAX_ANSWERS + 1}),
     ):
         error = server.post(path, **body).json()["error"]
-        assert error["param"] == "n" and f"at most {MAX_ANSWERS} answers (prompts times n), got" in error["message"]
+        assert error["param"] == "n" and str(MAX_ANSWERS) in error["message"]
     server.wait_idle()
 
 

@@ -107,6 +107,12 @@ def test_everything_runs_on_one_thread(model_dir: Path, monkeypatch: pytest.Monk
     assert {thread for _, thread in seen} == {"core-worker"}
 
 
+def test_a_cache_larger_than_the_machine_is_refused(executor: UniProcExecutor) -> None:
+    """An allocation of that size may well succeed, and the process be killed later."""
+    with pytest.raises(VLLMValidationError, match=r"more than this machine's memory.*kv_cache_memory_bytes or num_gpu_blocks_override"):
+        executor.initialize_from_config(KVCacheConfig(1 << 40, 16))
+
+
 def test_a_failing_step_raises_at_the_caller(executor: UniProcExecutor) -> None:
     with pytest.raises(AssertionError, match="execute_model was not called"):
         executor.sample_tokens(None)
