@@ -241,9 +241,10 @@ class EngineCore:
 
     def _account(self, step: StepInFlight) -> dict[int, EngineCoreOutputs]:
         """Wait for the result of the oldest step in flight, and tell the scheduler."""
-        self.waiting = True  # exception() waits as result() does, but raises nothing of the device's
-        if step.forward.exception() is None and step.sampled is not None:  # if the forward failed, nothing can have been sampled
-            step.sampled.exception()
+        done: queue.SimpleQueue[object] = queue.SimpleQueue()
+        (step.sampled or step.forward).add_done_callback(done.put)  # the last of the two calls, which ends even if the first has failed
+        self.waiting = True
+        done.get()  # and not result(): that is Python code, which an interrupt would leave anywhere, its lock held or not
         self.waiting = False
         model_output = step.forward.result()
         if step.sampled is not None:

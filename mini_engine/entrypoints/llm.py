@@ -47,11 +47,12 @@ def _signals_put_off(waiting: Callable[[], bool]) -> Iterator[Callable[[], None]
     """
     handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
     pending: dict[int, FrameType | None] = {}
+    ending = False
 
     def on_signal(signum: int, frame: FrameType | None) -> None:
         insists = signum == signal.SIGINT and signum in pending
         pending[signum] = frame
-        if insists or waiting():
+        if not ending and (insists or waiting()):
             run_handlers()
 
     def run_handlers() -> None:
@@ -66,11 +67,20 @@ def _signals_put_off(waiting: Callable[[], bool]) -> Iterator[Callable[[], None]
                 signal.signal(signum, on_signal)
         yield run_handlers
     finally:
-        for number, handler in handlers.items():
-            if signal.getsignal(number) is on_signal:  # else a handler has set another
-                signal.signal(number, handler)
-        for number in pending:
-            signal.raise_signal(number)
+        ending, errors = True, list[BaseException]()
+        while handlers or pending:  # all of them, whatever a handler raises that is back already
+            try:
+                while handlers:
+                    number = next(iter(handlers))
+                    if signal.getsignal(number) is on_signal:  # else a handler has set another
+                        signal.signal(number, handlers[number])
+                    del handlers[number]
+                while pending:
+                    signal.raise_signal(pending.popitem()[0])
+            except BaseException as e:
+                errors.append(e)
+        if errors:
+            raise errors[0]
 
 
 class LLM:
@@ -98,6 +108,7 @@ class LLM:
         self.llm_engine = LLMEngine(self._client, input_processor, OutputProcessor(tokenizer, overlay=config.overlay))
         self._next_request_id = 0
         self._lock, self._pid = threading.Lock(), os.getpid()
+        self._working_thread: int | None = None
 
     def generate(
         self,
@@ -185,8 +196,11 @@ class LLM:
                 raise VLLMValidationError(f"{len(prompts)} prompts need as many {name}, got {len(given)}", parameter=name)
         if os.getpid() != self._pid:
             raise EngineDeadError(f"this LLM, with its device's thread, lives in process {self._pid}: a forked child must make its own")
+        if self._working_thread == threading.get_ident():
+            raise EngineDeadError("this LLM is at work in this very thread, in a call that a signal has interrupted; use another LLM there")
         outputs: dict[str, RequestOutput] = {}
-        with self._lock, _signals_put_off(lambda: self._client.engine_core.waiting) as check_signals:
+        with _signals_put_off(lambda: self._client.engine_core.waiting) as check_signals, self._lock:
+            self._working_thread = threading.get_ident()
             ids = [str(self._next_request_id + i) for i in range(len(prompts))]
             self._next_request_id += len(prompts)
             try:
@@ -206,6 +220,8 @@ class LLM:
             except BaseException:
                 self.llm_engine.abort_requests(ids)
                 raise
+            finally:
+                self._working_thread = None
         return [outputs[request_id] for request_id in ids]
 
     @staticmethod

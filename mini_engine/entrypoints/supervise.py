@@ -28,6 +28,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -105,15 +106,21 @@ class _FrontEnds:
         self.patience_s = patience_s  #: between SIGTERM and SIGKILL
 
     def start(self, command: list[str], fds: Sequence[int], environment: dict[str, str]) -> None:
-        process = subprocess.Popen(
-            command,
-            pass_fds=fds,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            process_group=0,  # Ctrl-C is for this process, which passes it on in order
-            preexec_fn=_end_with_parent,  # safe: no thread of ours runs yet that could hold a lock
-        )
-        self.processes.append(process)
+        # blocked meanwhile: what a signal's handler raises while Python forks, Python drops
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            process = subprocess.Popen(
+                command,
+                pass_fds=fds,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                process_group=0,  # Ctrl-C is for this process, which passes it on in order
+                preexec_fn=partial(_before_exec, mask),  # safe: no thread of ours runs yet that could hold a lock
+            )
+            self.processes.append(process)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def watch(self) -> None:
         def wait(index: int, process: subprocess.Popen[bytes]) -> None:
@@ -147,10 +154,11 @@ class _FrontEnds:
                 process.wait()
 
 
-def _end_with_parent() -> None:
-    """In the child, before exec: SIGTERM when this process is gone, however it went (Linux). Engines have a pipe for that."""
+def _before_exec(mask: set[int]) -> None:
+    """In the child: SIGTERM when this process is gone, however it went (Linux; engines have a pipe for that), and our signal mask."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def run_supervised(engine_config: EngineConfig, server_config: ServerConfig, remote: RemoteEngines | None, options: FrontEndOptions) -> int:

@@ -57,6 +57,7 @@ class ChunkFormatter:
         self.plain_tail = self.text_end + b',"logprobs":null,"finish_reason":null}' + self.chunk_end
         self.detailed = request.num_logprobs() is not None or request.return_token_ids
         self.choices: dict[int, Choice] = {}
+        self.whole_choices: dict[int, msgspec.Raw] = {}
         self.prompts: dict[str, tuple[int, int]] = {}  #: sub-request id → prompt tokens, cached tokens
         self.completion_tokens = 0
 
@@ -139,22 +140,23 @@ class ChunkFormatter:
 
     # ── not streaming ─────────────────────────────────────────────────────────────────────────────────
 
-    def whole(self, outputs: list[RequestOutput]) -> bytes:
-        """The JSON answer for all FINAL_ONLY outputs."""
-        choices: dict[int, dict[str, Any]] = {}
-        for output in outputs:
-            self.prompts[output.request_id] = len(output.prompt_token_ids), output.num_cached_tokens
-            for completion in output.outputs:
-                raise_if_failed(output, completion)
-                self.completion_tokens += len(completion.token_ids)
-                choice = Choice(self.response_index(output, completion), b"", completion.token_ids, completion.logprobs or [])
-                body = self.whole_choice(choice, output, completion)
-                body["logprobs"] = self.choice_logprobs(choice) if self.request.num_logprobs() is not None else None
-                body |= {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
-                if self.request.return_token_ids:
-                    body |= {"token_ids": completion.token_ids, "prompt_token_ids": output.prompt_token_ids}
-                choices[choice.index] = {"index": choice.index} | body
-        ordered = [choices[i] for i in sorted(choices)]
+    def add_whole(self, output: RequestOutput) -> None:
+        """Take in a FINAL_ONLY output, or a part of one."""
+        self.prompts[output.request_id] = len(output.prompt_token_ids), output.num_cached_tokens
+        for completion in output.outputs:
+            raise_if_failed(output, completion)
+            self.completion_tokens += len(completion.token_ids)
+            choice = Choice(self.response_index(output, completion), b"", completion.token_ids, completion.logprobs or [])
+            body = self.whole_choice(choice, output, completion)
+            body["logprobs"] = self.choice_logprobs(choice) if self.request.num_logprobs() is not None else None
+            body |= {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+            if self.request.return_token_ids:
+                body |= {"token_ids": completion.token_ids, "prompt_token_ids": output.prompt_token_ids}
+            self.whole_choices[choice.index] = msgspec.Raw(to_json({"index": choice.index} | body))
+
+    def whole(self) -> bytes:
+        """The JSON answer of all that was taken in."""
+        ordered = [self.whole_choices[i] for i in sorted(self.whole_choices)]
         return to_json(self.base | {"object": self.object_name, "choices": ordered, "usage": self.usage()})
 
     def usage(self) -> dict[str, Any]:

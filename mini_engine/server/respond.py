@@ -23,6 +23,8 @@ from mini_engine.server.format import ChunkFormatter
 from mini_engine.server.service import Service
 from mini_engine.server.sse import DONE_PAYLOAD
 
+ANSWERS_AT_ONCE = 8  #: of one output, rendered between two turns of the event loop
+
 Outputs = AsyncGenerator[RequestOutput, None]
 Prepare = Callable[[], Awaitable[Outputs]]
 
@@ -54,8 +56,10 @@ class GenerationResponse(Response):
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         response: Response
         try:
-            async with aclosing(await self.prepare()) as outputs:
-                response = Response(self.formatter.whole([output async for output in outputs]), media_type="application/json")
+            async with aclosing(_in_parts(await self.prepare())) as outputs:
+                async for output in outputs:
+                    self.formatter.add_whole(output)
+            response = Response(self.formatter.whole(), media_type="application/json")
         except asyncio.CancelledError:
             response = error_response(self._stopping_or_reraise())
         except Exception as e:
@@ -67,7 +71,7 @@ class GenerationResponse(Response):
         encode_event = self.service.encode_event
         error: BaseException | None = None
         try:
-            async with aclosing(await self.prepare()) as outputs:
+            async with aclosing(_in_parts(await self.prepare())) as outputs:
                 async for output in outputs:
                     if body := self.formatter.events(output):
                         if not started:
@@ -91,6 +95,18 @@ class GenerationResponse(Response):
         if not self.service.stopping:
             raise
         return ServerStoppingError("the server is shutting down; this request was not finished")
+
+
+async def _in_parts(outputs: Outputs) -> Outputs:
+    """The outputs, those of many answers in parts, with a turn of the loop between them: 20 logprobs a token take time to render."""
+    async with aclosing(outputs):
+        async for output in outputs:
+            answers = output.outputs
+            for i in range(0, len(answers) or 1, ANSWERS_AT_ONCE):
+                if i:
+                    await asyncio.sleep(0)
+                output.outputs = answers[i : i + ANSWERS_AT_ONCE]
+                yield output
 
 
 _SSE_HEADERS = [

@@ -18,6 +18,7 @@ import pytest
 
 from mini_engine import LLM, SamplingParams
 from mini_engine.config import MockConfig
+from mini_engine.entrypoints.llm import _signals_put_off
 from mini_engine.exceptions import EngineDeadError, VLLMValidationError
 from mini_engine.executor.mock import mock_generate
 from tests.text.tiny_tokenizers import byte_level
@@ -138,6 +139,55 @@ def test_an_interrupt_leaves_the_engine_empty_and_usable(llm: LLM, monkeypatch: 
     assert not llm.llm_engine.has_unfinished_requests()
     assert llm.reset_prefix_cache()
     assert len(tokens(llm.generate([[5]], PARAMS, use_tqdm=False)[0])) == 6
+
+
+def test_every_signal_that_was_put_off_is_handled_whatever_they_raise() -> None:
+    ran: list[int] = []
+
+    def handler(signum: int, _: Any) -> None:
+        ran.append(signum)
+        raise LookupError(signum)
+
+    def send_both() -> None:
+        for signum in both:
+            signal.raise_signal(signum)
+
+    both = (signal.SIGUSR1, signal.SIGUSR2)
+    before = [signal.signal(signum, handler) for signum in both]
+    try:
+        with pytest.raises(LookupError), _signals_put_off(lambda: False):
+            send_both()
+        assert sorted(ran) == sorted(both)
+        assert [signal.getsignal(signum) for signum in both] == [handler] * 2
+    finally:
+        for signum, previous in zip(both, before, strict=True):
+            signal.signal(signum, previous)
+
+
+def test_generate_from_a_handler_that_interrupts_it_is_refused(model: str) -> None:
+    """It would wait for itself."""
+    refusals: list[EngineDeadError] = []
+
+    def again(*_: Any) -> None:
+        with pytest.raises(EngineDeadError, match="this very thread") as refused:
+            llm.generate("and you?", use_tqdm=False)
+        refusals.append(refused.value)
+
+    before = signal.signal(signal.SIGUSR1, again)
+    try:
+        with LLM(model, executor="mock", mock={"step_ms": 20}) as llm:
+            real = llm._client.engine_core.executor.execute_model
+
+            def interrupted(*args: Any, **kwargs: Any) -> Any:
+                if not refusals:
+                    signal.raise_signal(signal.SIGUSR1)
+                return real(*args, **kwargs)
+
+            llm._client.engine_core.executor.execute_model = interrupted  # type: ignore[method-assign]
+            (output,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3), use_tqdm=False)
+            assert len(output.outputs[0].token_ids) == 3 and refusals
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])

@@ -1,6 +1,8 @@
 """Shape of the answers: a golden transcript, stream = whole, and what OpenAI's own client makes of both."""
 
+import asyncio
 import json
+from collections.abc import AsyncGenerator
 from itertools import groupby
 from typing import Any
 
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from mini_engine.outputs import CompletionOutput, RequestOutput
 from mini_engine.server.chat import ChatFormatter
 from mini_engine.server.protocol import ChatCompletionRequest, parse_request
+from mini_engine.server.respond import ANSWERS_AT_ONCE, _in_parts
 from mini_engine.server.service import Service
 from tests.server.fake import (
     MODEL,
@@ -206,3 +209,23 @@ async def test_an_echo_that_is_too_long_is_refused_undecoded(monkeypatch: pytest
     async with client_of(app) as client:
         response = await client.post("/v1/completions", json=completion_body(prompt=[[7] * 999, [7] * 100_000], echo=True))
     assert response.status_code == 400 and "100000 tokens" in response.text and decoded == [999]
+
+
+async def test_many_answers_leave_the_loop_its_turns() -> None:
+    """Rendering them is work for seconds when each has logprobs; others have their turns meanwhile, and nothing is lost or moved."""
+
+    async def outputs() -> AsyncGenerator[RequestOutput, None]:
+        yield RequestOutput("r", None, [1], [CompletionOutput(i, "x", [1]) for i in range(3 * ANSWERS_AT_ONCE + 1)], True)
+        yield RequestOutput("r", None, [1], [], True)
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    turns, counting = 0, asyncio.create_task(count())
+    parts = [[c.index for c in part.outputs] async for part in _in_parts(outputs())]
+    counting.cancel()
+    assert [index for part in parts for index in part] == list(range(3 * ANSWERS_AT_ONCE + 1))
+    assert [len(part) for part in parts] == [ANSWERS_AT_ONCE] * 3 + [1, 0] and turns >= 3
