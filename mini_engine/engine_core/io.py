@@ -47,11 +47,16 @@ OUTPUT_LINGER_MS = 4000  #: how long the last frames may take after the sockets 
 LOCAL_LINGER_MS = 500  #: the same on this machine: a front-end that is there takes them at once, and sees a process end without them
 
 
+def linger_ms(address: str) -> int:
+    """How long a socket that is closed may go on sending to `address`."""
+    return LOCAL_LINGER_MS if address.startswith("ipc:") else OUTPUT_LINGER_MS
+
+
 @contextmanager
 def _push_socket(context: zmq.Context[zmq.Socket[bytes]], address: str) -> Iterator[zmq.Socket[bytes]]:
     with context.socket(zmq.PUSH) as sock:
         sock.setsockopt(zmq.SNDHWM, 0)
-        sock.setsockopt(zmq.LINGER, LOCAL_LINGER_MS if address.startswith("ipc:") else OUTPUT_LINGER_MS)
+        sock.setsockopt(zmq.LINGER, linger_ms(address))
         sock.connect(address)
         yield sock
 

@@ -31,7 +31,7 @@ import zmq
 
 from mini_engine.config import EngineConfig
 from mini_engine.engine_core.core import EngineCore, finish_outputs
-from mini_engine.engine_core.io import LOCAL_LINGER_MS, OUTPUT_LINGER_MS, EngineCoreIO, send_engine_dead
+from mini_engine.engine_core.io import EngineCoreIO, linger_ms, send_engine_dead
 from mini_engine.engine_core.lifetime import LifetimeWatch
 from mini_engine.engine_core.utility import invoke_utility
 from mini_engine.exceptions import VLLMValidationError
@@ -52,7 +52,7 @@ def startup_handshake(address: str, engine_index: int, headless: bool) -> Iterat
     """HELLO, then the addresses that INIT brings; READY when the body has ended well, nothing when it raised (WIRE §2.2)."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
         sock.setsockopt(zmq.IDENTITY, engine_identity(engine_index))
-        sock.setsockopt(zmq.LINGER, LOCAL_LINGER_MS if address.startswith("ipc:") else OUTPUT_LINGER_MS)
+        sock.setsockopt(zmq.LINGER, linger_ms(address))
         sock.connect(address)
         sock.send(msgspec.msgpack.encode(HandshakeStatus("HELLO", local=not headless, headless=headless)))
         if headless:

@@ -54,15 +54,15 @@ class DecoderLayer:
     def __call__(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, rotary: RotaryEmbedding, kv_cache: Tensor, metadata: AttentionMetadata
     ) -> None:
-        """Add this layer's part to `hidden` [num_tokens, hidden_size], in place."""
-        config, num_tokens = self.config, hidden.shape[0]
+        """Add this layer's part to `hidden` [num_rows, hidden_size], in place. Rows past the step's tokens are padding."""
+        config, num_rows = self.config, hidden.shape[0]
         num_qk_heads = config.num_heads + config.num_kv_heads
-        qkv = self.qkv_proj(self.input_norm(hidden)).view(num_tokens, -1, config.head_dim)
+        qkv = self.qkv_proj(self.input_norm(hidden)).view(num_rows, -1, config.head_dim)
         qk = qkv[:, :num_qk_heads]
         if config.qk_norm:
             qk.copy_(self.qk_norm(qk))
         rotary.rotate_(qk, cos, sin)
-        kv = qkv[:, config.num_heads :].view(num_tokens, 2, config.num_kv_heads, config.head_dim)
+        kv = qkv[:, config.num_heads :].view(num_rows, 2, config.num_kv_heads, config.head_dim)
         hidden += self.o_proj(paged_attention(qkv[:, : config.num_heads], kv, kv_cache, metadata))
         gate, up = self.gate_up_proj(self.post_attention_norm(hidden)).chunk(2, 1)
         hidden += self.down_proj(F.silu(gate, inplace=True).mul_(up))

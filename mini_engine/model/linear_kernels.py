@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 Kernel = Callable[[Tensor], Tensor]
 
 PACK_FOR_ROWS = 32  #: number of rows that the packed layout is chosen for; it serves any number
-MIN_ROWS = 4  #: one row takes as long as five and two as long as eight, four take a seventh less: so a step is padded to four
+MIN_ROWS = 4  #: four rows take a seventh less than one, and two take longer than eight: so a step is padded to four
 
 
 def packed_kernel(weight: Tensor, bias: Tensor | None) -> Kernel | None:

@@ -92,13 +92,10 @@ class Worker:
 
 
 def choose_device(name: str) -> torch.device:
-    """auto: CUDA when there is a GPU. Raises VLLMValidationError for a device that is not there."""
+    """auto: CUDA when there is a GPU. EngineConfig has checked the kind. Raises VLLMValidationError for a GPU that is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kind = name.split(":")[0]
-    if kind not in ("cpu", "cuda"):
-        raise VLLMValidationError(f"device must be auto, cpu or cuda, got {name!r}", parameter="device", value=name)
-    if kind == "cuda" and not torch.cuda.is_available():
+    if name.startswith("cuda") and not torch.cuda.is_available():
         raise VLLMValidationError(f"device {name!r}: this torch ({torch.__version__}) sees no GPU", parameter="device", value=name)
     return torch.device(name)
 

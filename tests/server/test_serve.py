@@ -103,13 +103,14 @@ def test_too_long_names_both_numbers(server: Served) -> None:
 def test_one_request_cannot_ask_for_any_number_of_answers(server: Served) -> None:
     asked = {"prompt": [[9]] * (MAX_ANSWERS // 2), "max_tokens": 1, "temperature": 1}
     assert len(server.post("/v1/completions", **asked, n=2).json()["choices"]) == MAX_ANSWERS
-    for path, body in (
-        ("/v1/completions", asked | {"n": 3}),
-        ("/v1/completions", asked | {"prompt": ["a"] * (MAX_ANSWERS + 1)}),
-        ("/v1/chat/completions", {"messages": MESSAGES, "n": MAX_ANSWERS + 1}),
+    too_many, too_large = f"at most {MAX_ANSWERS} answers (prompts times n), got", f"less than or equal to {MAX_ANSWERS}"
+    for path, body, said in (
+        ("/v1/completions", asked | {"n": 3}, too_many),
+        ("/v1/completions", asked | {"prompt": ["a"] * (MAX_ANSWERS + 1)}, too_many),
+        ("/v1/chat/completions", {"messages": MESSAGES, "n": MAX_ANSWERS + 1}, too_large),
     ):
         error = server.post(path, **body).json()["error"]
-        assert error["param"] == "n" and str(MAX_ANSWERS) in error["message"]
+        assert error["param"] == "n" and said in error["message"]
     server.wait_idle()
 
 

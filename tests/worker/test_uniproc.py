@@ -149,7 +149,7 @@ def test_device_and_dtype() -> None:
         with pytest.raises(VLLMValidationError, match=f"torch_dtype is '{odd}'.*--dtype"):
             worker.choose_dtype("auto", odd, cuda)
     with pytest.raises(VLLMValidationError, match="device must be auto, cpu or cuda, got 'tpu'"):
-        worker.choose_device("tpu")
+        EngineConfig(device="tpu")
     if not torch.cuda.is_available():
         assert worker.choose_device("auto") == cpu
         with pytest.raises(VLLMValidationError, match="sees no GPU"):
