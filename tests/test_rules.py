@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.not_run import MAY_BE_NOT_RUN
-from tools.size import CHAPTERS, FILE_LIMIT, chapter_of, code_lines
+from tools.size import CHAPTERS, FILE_LIMIT, c_code_lines, chapter_of, code_lines, source_files
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mini_engine"
@@ -104,15 +104,16 @@ def test_folders_are_the_designs_and_linted() -> None:
 # ── R5: one file, one reason; the whole is compact ──────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_file_size(path: Path) -> None:
-    lines = len(source(path).splitlines())
-    assert lines <= FILE_LIMIT, f"{path.relative_to(ROOT)} has {lines} lines, the limit is {FILE_LIMIT}: split it by reason"
+def test_file_size() -> None:
+    for path in source_files(PACKAGE):
+        lines = len(source(path).splitlines())
+        assert lines <= FILE_LIMIT, f"{path.relative_to(ROOT)} has {lines} lines, the limit is {FILE_LIMIT}: split it by reason"
 
 
 def test_code_lines_counts_code_only() -> None:
     text = '"""Doc.\n\nMore."""\n\nx = 1  # why\n# alone\n\n\ndef f(\n    a,\n):\n    """Doc."""\n    return """two\nlines"""\n'
     assert code_lines(text) == 6  # x; def f(, a, ):; return over two lines
+    assert c_code_lines("// Doc.\n\nint x;  // why\n    // alone\nint f(void) {\n}\n") == 3
 
 
 def test_chapters_own_every_file_by_longest_prefix() -> None:
@@ -133,6 +134,14 @@ def test_module_docstring(path: Path) -> None:
     assert re.search(r"[.:]( |$)", paragraph), f"does not start with a sentence: {paragraph!r}"
     if path.name not in ("__init__.py", "__main__.py"):
         assert "vLLM" in docstring, "does not say which part of vLLM it mirrors (or: No vLLM counterpart)"
+
+
+def test_c_files_are_held_to_the_same() -> None:
+    """Opened by a comment that names vLLM's counterpart; // comments only; lines no longer than Python's. More: test_cpu_kernels.py."""
+    for path in (p for p in source_files(PACKAGE) if p.suffix != ".py"):
+        head = source(path).partition("\n\n")[0]
+        assert all(line.startswith("//") for line in head.splitlines()) and "vLLM:" in head, path.name
+        assert "/*" not in source(path) and max(map(len, source(path).splitlines())) <= 140, path.name
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)

@@ -1,5 +1,8 @@
 """Paged attention: each request reads its own blocks and nothing else, whatever else is in the step.
 
+Two backends, one contract (AttentionBackend). On CPU in float32 the C kernels do it where they are (cpu_attention.py). This one is
+torch's, for CUDA, for other dtypes, and for machines without a compiler.
+
 A layer's KV cache is one tensor [num_blocks, block_size, 2, num_kv_heads, head_dim]: a token's K and V lie side by side, so a step
 writes both with one copy and reads both with one gather. Block 0 is the null block: padding is written there and never read.
 
@@ -10,20 +13,49 @@ at once. Query heads that share a KV head read it where it is (enable_gqa): noth
 
 Masked slots hold other requests' old KV or zeros: finite, weighted with an exact 0. So the cache starts as zeros, not as empty memory.
 
-Stands at form 6 of a request.    vLLM: v1/attention/backends/cpu_attn.py, v1/attention/ops/paged_attn.py
+Stands at form 6 of a request.    vLLM: v1/attention/backend.py, v1/attention/ops/paged_attn.py
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mini_engine.model.config import ModelConfig
+from mini_engine.model.layers import RMSNorm
+
 QUERY_TILE = 512  #: tokens of one long run computed at once: bounds the mask, and skips keys that a whole tile may not see
 GATHER_BYTES = {"cpu": 1 << 22, "cuda": 1 << 30}  #: context gathered by one group: on CPU what stays in the caches, on CUDA any
 WASTE_BYTES = {"cpu": 1 << 18, "cuda": 1 << 30}  #: padding read by one group before a group of its own is cheaper
+
+
+class AttentionMetadata(Protocol):
+    """One step's reads and writes, built once and used by every layer."""
+
+    def attend(self, qkv: Tensor, qk_norm: RMSNorm | None, cos: Tensor, sin: Tensor, kv_cache: Tensor) -> Tensor:
+        """Norm (if any) and rotate q and k, write K and V, attend: qkv [num_tokens, (num_heads + 2 num_kv_heads) * head_dim], overwritten.
+
+        Returns [num_tokens, num_heads * head_dim]. All of the step is written before any of it is read: a request that hits the prefix
+        another one computes in the same step reads finished KV."""
+
+
+class AttentionBackend(Protocol):
+    """How KV lies in memory, and who reads it."""
+
+    def new_kv_caches(self, num_blocks: int) -> list[Tensor]:
+        """Zeroed, one per layer. On CPU the pages become memory when first written."""
+
+    def build(
+        self, rows: np.ndarray, query_lens: np.ndarray, seq_lens: np.ndarray, positions: np.ndarray, block_table: np.ndarray
+    ) -> AttentionMetadata:
+        """rows [num_reqs]: their rows of block_table [num_rows, width]; query_lens: new tokens, all requests with one first, longest
+        context first; seq_lens: contexts, the new tokens included; positions [num_tokens] in the requests.
+
+        Raises nothing; the lengths and the table are the runner's to get right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,43 +70,38 @@ class AttentionGroup:
     mask: Tensor | None  #: additive, [num_reqs, 1, 1, context_len] or [query_len, context_len]; None: no slot needs hiding
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionMetadata:
-    """One step's reads and writes, built once and used by every layer."""
+class SDPABackend:
+    """torch.nn.functional.scaled_dot_product_attention over gathered blocks."""
 
-    slot_mapping: Tensor  #: [num_tokens] int64; slot = block * block_size + offset
-    groups: list[AttentionGroup]
-    gathered: Tensor  #: the buffer that groups share, [most blocks of a group, elements of a block]
+    def __init__(self, config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.config, self.block_size, self.dtype, self.device = config, block_size, dtype, device
 
-    @classmethod
+    def new_kv_caches(self, num_blocks: int) -> list[Tensor]:
+        c = self.config
+        shape = (num_blocks, self.block_size, 2, c.num_kv_heads, c.head_dim)
+        return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(c.num_layers)]
+
     def build(
-        cls,
-        slot_mapping: np.ndarray,  # [num_tokens] int64, -1 = padding
-        query_lens: Sequence[int],  # new tokens of each request, all requests with one first
-        seq_lens: Sequence[int],  # context of each, the new tokens included
-        block_table: np.ndarray,  # [num_reqs, >= blocks of the longest] ids
-        kv_cache: Tensor,  # any layer's: for shape, dtype and device
-    ) -> "AttentionMetadata":
-        """Cut the step into groups. Raises nothing; the lengths and the table are the runner's to get right."""
-        builder = _GroupBuilder(block_table, kv_cache)
-        num_decodes = next((i for i, n in enumerate(query_lens) if n > 1), len(query_lens))
-        builder.add_decodes(seq_lens[:num_decodes])
+        self, rows: np.ndarray, query_lens: np.ndarray, seq_lens: np.ndarray, positions: np.ndarray, block_table: np.ndarray
+    ) -> "SDPAMetadata":
+        index, offset = np.divmod(positions, self.block_size)
+        slots = block_table[np.repeat(rows, query_lens), index].astype(np.int64) * self.block_size + offset
+        builder = _GroupBuilder(self, block_table[rows])
+        num_decodes = int((query_lens == 1).sum())
+        builder.add_decodes(seq_lens[:num_decodes].tolist())
         for i in range(num_decodes, len(query_lens)):
-            builder.add_run(i, query_lens[i], seq_lens[i])
-        rows = max((len(g.block_ids) for g in builder.groups if g.block_ids is not None), default=0)
-        return cls(
-            slot_mapping=torch.from_numpy(np.maximum(slot_mapping, 0)).to(kv_cache.device),
-            groups=builder.groups,
-            gathered=kv_cache.new_empty(rows, kv_cache[0].numel()),
-        )
+            builder.add_run(i, int(query_lens[i]), int(seq_lens[i]))
+        num_blocks = max((len(g.block_ids) for g in builder.groups if g.block_ids is not None), default=0)
+        gathered = torch.empty(num_blocks, self.block_size * builder.token_size, dtype=self.dtype, device=self.device)
+        return SDPAMetadata(self.config, torch.from_numpy(slots).to(self.device), builder.groups, gathered)
 
 
 class _GroupBuilder:
-    def __init__(self, block_table: np.ndarray, kv_cache: Tensor) -> None:
-        self.block_table = block_table
-        self.block_size = kv_cache.shape[1]
-        self.device, self.dtype = kv_cache.device, kv_cache.dtype
-        token_bytes = kv_cache[0, 0].numel() * kv_cache.element_size()
+    def __init__(self, backend: SDPABackend, block_table: np.ndarray) -> None:
+        self.block_table = block_table  #: [num_reqs, width]
+        self.block_size, self.device, self.dtype = backend.block_size, backend.device, backend.dtype
+        self.token_size = 2 * backend.config.num_kv_heads * backend.config.head_dim
+        token_bytes = self.token_size * self.dtype.itemsize
         self.max_tokens = GATHER_BYTES[self.device.type] // token_bytes
         self.max_waste = WASTE_BYTES[self.device.type] // token_bytes
         self.groups: list[AttentionGroup] = []
@@ -117,39 +144,41 @@ class _GroupBuilder:
             self.start += tile_len
 
 
-def new_kv_cache(
-    num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> list[Tensor]:
-    """One zeroed tensor per layer. On CPU the pages become memory when first written."""
-    shape = (num_blocks, block_size, 2, num_kv_heads, head_dim)
-    return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+@dataclass(frozen=True, slots=True)
+class SDPAMetadata:
+    config: ModelConfig
+    slot_mapping: Tensor  #: [num_tokens] int64; slot = block * block_size + offset
+    groups: list[AttentionGroup]
+    gathered: Tensor  #: the buffer that groups share, [most blocks of a group, elements of a block]
+
+    def attend(self, qkv: Tensor, qk_norm: RMSNorm | None, cos: Tensor, sin: Tensor, kv_cache: Tensor) -> Tensor:
+        num_heads, num_kv_heads, head_dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
+        qkv = qkv.view(len(qkv), -1, head_dim)
+        qk, q = qkv[:, : num_heads + num_kv_heads], qkv[:, :num_heads]
+        if qk_norm is not None:
+            qk.copy_(qk_norm(qk))
+        rotate_(qk, cos, sin)
+        kv = qkv[:, num_heads:].view(len(qkv), 2, num_kv_heads, head_dim)
+        kv_cache.view(-1, *kv.shape[1:]).index_copy_(0, self.slot_mapping, kv)
+        blocks = kv_cache.view(kv_cache.shape[0], -1)
+        outputs = []
+        for group in self.groups:
+            if group.block_ids is None:
+                context = kv[group.start : group.stop].unsqueeze(0)
+            else:
+                gathered = self.gathered[: len(group.block_ids)]
+                torch.index_select(blocks, 0, group.block_ids, out=gathered)
+                context = gathered.view(group.num_reqs, -1, *kv.shape[1:])[:, : group.context_len]
+            query = q[group.start : group.stop].view(group.num_reqs, -1, num_heads, head_dim).transpose(1, 2)
+            key, value = context[:, :, 0].transpose(1, 2), context[:, :, 1].transpose(1, 2)
+            out = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=group.mask, is_causal=group.block_ids is None, enable_gqa=num_heads != num_kv_heads
+            )
+            outputs.append(out.transpose(1, 2).reshape(group.stop - group.start, num_heads * head_dim))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def paged_attention(q: Tensor, kv: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-    """Write the step's K and V, then attend: q [num_rows, num_heads, head_dim], kv [num_rows, 2, num_kv_heads, head_dim].
-
-    Returns [num_rows, num_heads * head_dim]. Rows past the step's tokens are padding: not written, and zeros in the result. All of the
-    step is written before any of it is read: a request that hits the prefix another one computes in the same step reads finished KV.
-    """
-    num_rows, num_heads, head_dim = q.shape
-    num_tokens = len(metadata.slot_mapping)
-    slots = kv_cache.view(-1, *kv.shape[1:])
-    slots.index_copy_(0, metadata.slot_mapping, kv[:num_tokens])
-    blocks = kv_cache.view(kv_cache.shape[0], -1)
-    outputs = []
-    for group in metadata.groups:
-        if group.block_ids is None:
-            context = kv[group.start : group.stop].unsqueeze(0)
-        else:
-            gathered = metadata.gathered[: len(group.block_ids)]
-            torch.index_select(blocks, 0, group.block_ids, out=gathered)
-            context = gathered.view(group.num_reqs, -1, *kv.shape[1:])[:, : group.context_len]
-        query = q[group.start : group.stop].view(group.num_reqs, -1, num_heads, head_dim).transpose(1, 2)
-        key, value = context[:, :, 0].transpose(1, 2), context[:, :, 1].transpose(1, 2)
-        out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=group.mask, is_causal=group.block_ids is None, enable_gqa=num_heads != key.shape[1]
-        )
-        outputs.append(out.transpose(1, 2).reshape(group.stop - group.start, num_heads * head_dim))
-    if num_rows > num_tokens:
-        outputs.append(q.new_zeros(num_rows - num_tokens, num_heads * head_dim))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """In place on x [n, heads, head_dim]. (x1, x2) → (x1 cos - x2 sin, x2 cos + x1 sin): the roll swaps x1 and x2."""
+    swapped = torch.roll(x, x.shape[-1] // 2, -1)
+    x.mul_(cos).addcmul_(swapped, sin)

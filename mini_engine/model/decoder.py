@@ -7,6 +7,7 @@ the output projection is the largest matrix of a small model.
 Stands at form 6 of a request.    vLLM: model_executor/models/{llama,qwen2,qwen3}.py
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -14,22 +15,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mini_engine.config import Quantization
-from mini_engine.model.attention import AttentionMetadata, new_kv_cache, paged_attention
+from mini_engine.model.attention import AttentionBackend, AttentionMetadata, SDPABackend
 from mini_engine.model.config import ModelConfig
+from mini_engine.model.cpu_attention import CPUAttentionBackend
+from mini_engine.model.cpu_kernels import CpuKernels, CpuLinear, HugePages
+from mini_engine.model.int8_linear import Int8Linear
 from mini_engine.model.layers import Linear, RMSNorm, RotaryEmbedding
-from mini_engine.model.linear_kernels import MIN_ROWS
+from mini_engine.model.linear_kernels import Kernel, packed_kernel
 
 
 class DecoderLayer:
     """Attention and MLP, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self.config = config
-        norm = partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype, device=device)
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, kernels: CpuKernels | None) -> None:
+        self.config, self.kernels = config, kernels
+        norm = partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype, device=device, kernels=kernels)
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.input_norm = norm(config.hidden_size)
         self.qkv_proj = Linear(config.hidden_size, (q_size, kv_size, kv_size), config.qkv_bias, dtype, device)
-        self.qk_norm = norm(config.num_heads + config.num_kv_heads, config.head_dim)
+        self.qk_norm = norm(config.num_heads + config.num_kv_heads, config.head_dim, kernels=None) if config.qk_norm else None
         self.o_proj = Linear(q_size, (config.hidden_size,), config.o_bias, dtype, device)
         self.post_attention_norm = norm(config.hidden_size)
         self.gate_up_proj = Linear(config.hidden_size, (config.intermediate_size,) * 2, config.mlp_bias, dtype, device)
@@ -46,41 +50,44 @@ class DecoderLayer:
             **self.gate_up_proj.slots([f"{mlp}gate_proj", f"{mlp}up_proj"]),
             **self.down_proj.slots([f"{mlp}down_proj"]),
         }
-        if self.config.qk_norm:
+        if self.qk_norm is not None:
             slots[f"{attn}q_norm.weight"] = self.qk_norm.weight[: self.config.num_heads]
             slots[f"{attn}k_norm.weight"] = self.qk_norm.weight[self.config.num_heads :]
         return slots
 
-    def __call__(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor, rotary: RotaryEmbedding, kv_cache: Tensor, metadata: AttentionMetadata
-    ) -> None:
-        """Add this layer's part to `hidden` [num_rows, hidden_size], in place. Rows past the step's tokens are padding."""
-        config, num_rows = self.config, hidden.shape[0]
-        num_qk_heads = config.num_heads + config.num_kv_heads
-        qkv = self.qkv_proj(self.input_norm(hidden)).view(num_rows, -1, config.head_dim)
-        qk = qkv[:, :num_qk_heads]
-        if config.qk_norm:
-            qk.copy_(self.qk_norm(qk))
-        rotary.rotate_(qk, cos, sin)
-        kv = qkv[:, config.num_heads :].view(num_rows, 2, config.num_kv_heads, config.head_dim)
-        hidden += self.o_proj(paged_attention(qkv[:, : config.num_heads], kv, kv_cache, metadata))
-        gate, up = self.gate_up_proj(self.post_attention_norm(hidden)).chunk(2, 1)
-        hidden += self.down_proj(F.silu(gate, inplace=True).mul_(up))
+    def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> None:
+        """Add this layer's part to `hidden` [num_tokens, hidden_size], in place."""
+        qkv = self.qkv_proj(self.input_norm(hidden))
+        self.o_proj.add_to(hidden, metadata.attend(qkv, self.qk_norm, cos, sin, kv_cache))
+        gate_up = self.gate_up_proj(self.post_attention_norm(hidden))
+        self.down_proj.add_to(hidden, silu_and_mul(gate_up) if self.kernels is None else self.kernels.silu_and_mul(gate_up))
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """[n, 2 * size] → [n, size]: silu(gate) * up, in place on gate."""
+    gate, up = gate_up.chunk(2, 1)
+    return F.silu(gate, inplace=True).mul_(up)
 
 
 class Decoder:
     """The model. Weights are uninitialised until a loader has filled every slot (loader.py)."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> None:
-        self.config, self.dtype, self.device = config, dtype, torch.device(device)
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        kernels: CpuKernels | None = None,
+    ) -> None:
+        """kernels: for float32 on CPU only. None: torch's operators."""
+        self.config, self.dtype, self.device, self.kernels = config, dtype, torch.device(device), kernels
         self.embed_tokens = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=self.device)
-        self.layers = [DecoderLayer(config, dtype, self.device) for _ in range(config.num_layers)]
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, device=self.device)
+        self.layers = [DecoderLayer(config, dtype, self.device, kernels) for _ in range(config.num_layers)]
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, device=self.device, kernels=kernels)
         self.lm_head = Linear(config.hidden_size, (config.vocab_size,), False, dtype, self.device)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens
         self.rotary = RotaryEmbedding(config.head_dim, config.rope, self.device)
-        self.min_rows = 1  #: a step of fewer tokens is padded to so many
         self.num_bytes = sum(slot.nbytes for slot in self.slots().values())  #: of all weights
 
     def slots(self) -> dict[str, Tensor]:
@@ -94,33 +101,32 @@ class Decoder:
 
     def pack(self, quantization: Quantization = "none") -> None:
         """After loading, once: see Linear.pack. Costs a second copy of one weight at a time, and of a tied embedding for good."""
-        for layer in self.layers:
-            for linear in (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj):
-                linear.pack(quantization)
-        self.lm_head.pack(quantization)
-        if quantization == "none" and self.lm_head.kernel is not None:
-            self.min_rows = MIN_ROWS
+        linears = [linear for layer in self.layers for linear in (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj)]
+        linears.append(self.lm_head)
+        pack: Callable[[Tensor, Tensor | None], Kernel | CpuLinear | None] = packed_kernel
+        if self.kernels is not None:
+            pages = HugePages(sum(CpuLinear.most_bytes(linear.weight) for linear in linears))
+            pack = partial(Int8Linear if quantization == "int8" else CpuLinear, self.kernels, pages)
+        for linear in linears:
+            linear.pack(pack)
 
-    def new_kv_caches(self, num_blocks: int, block_size: int) -> list[Tensor]:
-        """Zeroed caches, one per layer."""
-        c = self.config
-        return new_kv_cache(c.num_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, self.dtype, self.device)
+    def attention_backend(self, block_size: int) -> AttentionBackend:
+        """The one for this model, its device and blocks of this size."""
+        if self.kernels is not None and CPUAttentionBackend.supports(self.config, block_size):
+            return CPUAttentionBackend(self.kernels, self.config, block_size)
+        return SDPABackend(self.config, block_size, self.dtype, self.device)
 
     def forward(self, token_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], metadata: AttentionMetadata) -> Tensor:
         """One step. token_ids, positions [num_tokens] int → hidden states [num_tokens, hidden_size], normed.
 
-        Writes the tokens' KV to the slots of `metadata`.
+        Writes the tokens' KV to where `metadata` says; the caches are those of the backend that built it.
         """
-        num_tokens = len(token_ids)
-        if num_padding := max(self.min_rows - num_tokens, 0):
-            token_ids, positions = F.pad(token_ids, (0, num_padding)), F.pad(positions, (0, num_padding))
         hidden = F.embedding(token_ids, self.embed_tokens)
         cos, sin = self.rotary.cos_sin(positions, self.dtype)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            layer(hidden, cos, sin, self.rotary, kv_cache, metadata)
-        return self.norm(hidden)[:num_tokens]
+            layer(hidden, cos, sin, kv_cache, metadata)
+        return self.norm(hidden)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden_size] → logits [n, vocab_size], in the model's dtype."""
-        num_padding = max(self.min_rows - len(hidden), 0)
-        return self.lm_head(F.pad(hidden, (0, 0, 0, num_padding)))[: len(hidden)] if num_padding else self.lm_head(hidden)
+        return self.lm_head(hidden)

@@ -7,16 +7,15 @@ Stands at form 6 of a request (tokens as tensors).    vLLM: model_executor/layer
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mini_engine.config import Quantization
 from mini_engine.model.config import RopeConfig
-from mini_engine.model.int8_kernel import int8_kernel
-from mini_engine.model.linear_kernels import Kernel, packed_kernel
+from mini_engine.model.cpu_kernels import CpuKernels, CpuLinear
+from mini_engine.model.linear_kernels import Kernel
 
 
 class Linear:
@@ -28,7 +27,7 @@ class Linear:
         self.output_sizes = tuple(output_sizes)
         self.weight = torch.empty(sum(output_sizes), input_size, dtype=dtype, device=device)
         self.bias = torch.empty(sum(output_sizes), dtype=dtype, device=device) if bias else None
-        self.kernel: Kernel | None = None  #: None: F.linear. Else it has the weight, and `weight` is empty
+        self.kernel: Kernel | CpuLinear | None = None  #: None: F.linear. Else it has the weight, and `weight` is empty
 
     def slots(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Where the checkpoint's `NAME.weight` and `NAME.bias` go: views of the fused tensors, one name per output part."""
@@ -37,32 +36,36 @@ class Linear:
             parts |= {f"{n}.bias": part for n, part in zip(names, self.bias.split(self.output_sizes), strict=True)}
         return parts
 
-    def pack(self, quantization: Quantization = "none") -> None:
-        """After loading: lay the weight out as the fastest kernel reads it. The plain one is freed; slots() must not be used again."""
-        self.kernel = int8_kernel(self.weight, self.bias) if quantization == "int8" else packed_kernel(self.weight, self.bias)
+    def pack(self, pack: Callable[[Tensor, Tensor | None], Kernel | CpuLinear | None]) -> None:
+        """After loading: give the weight to a kernel, in the layout that it reads. The plain one is freed; no more slots() after that."""
+        self.kernel = pack(self.weight, self.bias)
         if self.kernel is not None:
             self.weight = self.weight.new_empty(0)
 
     def __call__(self, x: Tensor) -> Tensor:  # x [n, input_size] → [n, sum(output_sizes)]
         return F.linear(x, self.weight, self.bias) if self.kernel is None else self.kernel(x)
 
+    def add_to(self, hidden: Tensor, x: Tensor) -> None:
+        """hidden += self(x): the residual stream, without a tensor in between where the kernel can."""
+        if isinstance(self.kernel, CpuLinear):
+            self.kernel(x, hidden)
+        else:
+            hidden += self(x)
+
 
 class RMSNorm:
     """x / sqrt(mean(x²) + eps) * weight over the last dimension; `shape` may have leading dimensions (one weight per head)."""
 
-    __slots__ = ("eps", "eps_tensor", "weight")
+    __slots__ = ("eps", "kernels", "weight")
 
-    def __init__(self, *shape: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, *shape: int, eps: float, dtype: torch.dtype, device: torch.device, kernels: CpuKernels | None = None) -> None:
         self.weight = torch.empty(shape, dtype=dtype, device=device)
-        self.eps, self.eps_tensor = eps, torch.tensor(eps, dtype=torch.promote_types(dtype, torch.float32), device=device)
+        self.eps, self.kernels = eps, kernels
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.is_cuda:
-            return F.rms_norm(x, x.shape[-1:], None, self.eps).mul_(self.weight)
-        # on CPU that is five operators with two passes more over x; the square root and its square cost n numbers, not n * hidden_size
-        norm = torch.linalg.vector_norm(x, 2, -1, True, dtype=self.eps_tensor.dtype)
-        scale = torch.addcmul(self.eps_tensor, norm, norm, value=1 / x.shape[-1]).rsqrt_()
-        return torch.mul(x, scale).to(x.dtype).mul_(self.weight)
+        if self.kernels is not None:
+            return self.kernels.rms_norm(x, self.weight, self.eps)
+        return F.rms_norm(x, x.shape[-1:], None, self.eps).mul_(self.weight)
 
 
 class RotaryEmbedding:
@@ -70,7 +73,6 @@ class RotaryEmbedding:
 
     def __init__(self, head_dim: int, rope: RopeConfig, device: torch.device) -> None:
         self.inv_freq = inverse_frequencies(head_dim, rope).to(device)  # [head_dim / 2] float32
-        self.half = head_dim // 2
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """For one step, shared by all layers: cos and the signed sin, each [n, 1, head_dim], from positions [n].
@@ -80,11 +82,6 @@ class RotaryEmbedding:
         angles = positions.float().unsqueeze(1) * self.inv_freq
         cos, sin = angles.cos(), angles.sin()
         return torch.cat((cos, cos), 1).unsqueeze(1).to(dtype), torch.cat((-sin, sin), 1).unsqueeze(1).to(dtype)
-
-    def rotate_(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """In place on x [n, heads, head_dim]. (x1, x2) → (x1 cos - x2 sin, x2 cos + x1 sin): the roll swaps x1 and x2."""
-        swapped = torch.roll(x, self.half, -1)
-        x.mul_(cos).addcmul_(swapped, sin)
 
 
 def inverse_frequencies(head_dim: int, rope: RopeConfig) -> Tensor:

@@ -21,7 +21,6 @@ logger = logging.getLogger(__name__)
 Kernel = Callable[[Tensor], Tensor]
 
 PACK_FOR_ROWS = 32  #: number of rows that the packed layout is chosen for; it serves any number
-MIN_ROWS = 4  #: four rows take a seventh less than one, and two take longer than eight: so a step is padded to four
 
 
 def packed_kernel(weight: Tensor, bias: Tensor | None) -> Kernel | None:

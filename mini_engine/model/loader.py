@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mini_engine.config import Quantization
 from mini_engine.exceptions import VLLMValidationError
+from mini_engine.model import cpu_kernels
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.decoder import Decoder
 
@@ -26,10 +27,16 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     quantization: Quantization = "none",
+    use_kernels: bool = True,
 ) -> Decoder:
-    """Read config.json and the weights of `model_dir`. Raises VLLMValidationError for whatever is missing, corrupt or unsupported."""
+    """Read config.json and the weights of `model_dir`. Raises VLLMValidationError for whatever is missing, corrupt or unsupported.
+
+    use_kernels: the C kernels, for float32 on CPU, where they build."""
     files = weight_files(model_dir)
-    model = Decoder(ModelConfig.from_dir(model_dir), dtype, device)
+    kernels = cpu_kernels.load() if use_kernels and (torch.device(device).type, dtype) == ("cpu", torch.float32) else None
+    if quantization == "int8" and kernels is None:
+        raise VLLMValidationError("quantization int8 needs the C kernels (see the warning above); leave it out", parameter="quantization")
+    model = Decoder(ModelConfig.from_dir(model_dir), dtype, device, kernels)
     with torch.inference_mode():
         load_weights(model, iterate_safetensors(files), where=str(model_dir))
         model.pack(quantization)

@@ -1,4 +1,4 @@
-"""Block tables of the requests in the batch: from (row, position) to the slot that holds that token's KV.
+"""Block tables of the requests in the batch: which blocks hold a row's KV. Attention finds a token's slot in them.
 
 Promises  entry i of a row holds the KV of tokens [i * block_size, (i + 1) * block_size); entries past the row's own are 0, the null
           block, so a table cut at any width names no block of another request.
@@ -14,8 +14,7 @@ import numpy as np
 class BlockTable:
     """One row per request, as wide as the longest request that fits."""
 
-    def __init__(self, max_num_reqs: int, max_blocks_per_req: int, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, max_num_reqs: int, max_blocks_per_req: int) -> None:
         self.table = np.zeros((max_num_reqs, max_blocks_per_req), np.int32)
         self.num_blocks = np.zeros(max_num_reqs, np.int32)  #: used entries of each row
 
@@ -33,8 +32,3 @@ class BlockTable:
         """`target` (cleared) becomes what `source` was; `source` is cleared."""
         self.append_row(target, self.table[source, : self.num_blocks[source]])  # type: ignore[arg-type]  # numpy's rows are sequences
         self.clear_row(source)
-
-    def slot_mapping(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Slots [n] int64 of the tokens at `positions` [n] of the requests in `rows` [n]."""
-        index, offset = np.divmod(positions, self.block_size)
-        return self.table[rows, index].astype(np.int64) * self.block_size + offset

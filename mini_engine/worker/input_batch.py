@@ -25,7 +25,7 @@ class InputBatch:
         self.token_ids = np.zeros((max_num_reqs, max_model_len), np.int32)  #: [row, position]: prompt, then output
         self.num_tokens = np.zeros(max_num_reqs, np.int64)  #: known tokens of each row
         self.num_computed_tokens = np.zeros(max_num_reqs, np.int64)  #: as of the start of the step
-        self.block_table = BlockTable(max_num_reqs, -(-max_model_len // block_size), block_size)
+        self.block_table = BlockTable(max_num_reqs, -(-max_model_len // block_size))
         self.version = 0  #: changes whenever a row's request does
 
     @property

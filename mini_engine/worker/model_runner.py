@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_engine.model.attention import AttentionMetadata
 from mini_engine.model.decoder import Decoder
 from mini_engine.sampling.logprobs import join_prompt_logprobs, prompt_logprobs
 from mini_engine.sampling.metadata import SamplingMetadata
@@ -24,6 +23,7 @@ from mini_engine.step import GrammarOutput, KVCacheConfig, ModelRunnerOutput, Sc
 from mini_engine.wire.messages import LogprobsTensors
 from mini_engine.worker.input_batch import InputBatch
 
+DUMMY_BLOCK_SIZE = 16
 PROMPT_LOGPROBS_TILE = 128  #: prompt positions whose logits are in memory at once
 
 
@@ -51,7 +51,8 @@ class ModelRunner:
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate the cache and the batch; no request can be longer than all blocks together."""
         max_model_len = min(self.max_model_len, (config.num_blocks - 1) * config.block_size)
-        self.kv_caches = self.model.new_kv_caches(config.num_blocks, config.block_size)
+        self.attention = self.model.attention_backend(config.block_size)
+        self.kv_caches = self.attention.new_kv_caches(config.num_blocks)
         self.batch = InputBatch(self.max_num_reqs, max_model_len, config.block_size, self.seed)
 
     @torch.inference_mode()
@@ -72,13 +73,7 @@ class ModelRunner:
         ends = np.cumsum(query_lens)
         token_rows = np.repeat(rows, query_lens)
         positions = np.arange(ends[-1]) + np.repeat(seq_lens - ends, query_lens)
-        metadata = AttentionMetadata.build(
-            batch.block_table.slot_mapping(token_rows, positions),
-            query_lens.tolist(),
-            seq_lens.tolist(),
-            batch.block_table.table[rows],
-            self.kv_caches[0],
-        )
+        metadata = self.attention.build(rows, query_lens, seq_lens, positions, batch.block_table.table)
         hidden = self.model.forward(
             self._to_device(batch.token_ids[token_rows, positions]), self._to_device(positions), self.kv_caches, metadata
         )
@@ -109,11 +104,12 @@ class ModelRunner:
     @torch.inference_mode()
     def dummy_run(self, num_tokens: int) -> None:
         """A step of `num_tokens` that writes only the null block: for warm-up, and to see what a step takes in memory."""
-        device = self.model.device
-        kv_caches = self.model.new_kv_caches(1, 1)
-        metadata = AttentionMetadata.build(np.full(num_tokens, -1), [num_tokens], [num_tokens], np.zeros((1, num_tokens)), kv_caches[0])
-        positions = torch.arange(num_tokens, device=device)
-        hidden = self.model.forward(torch.zeros_like(positions), positions, kv_caches, metadata)
+        attention = self.model.attention_backend(DUMMY_BLOCK_SIZE)
+        lens, positions = np.array([num_tokens]), np.arange(num_tokens)
+        block_table = np.zeros((1, -(-num_tokens // DUMMY_BLOCK_SIZE)), np.int32)
+        metadata = attention.build(np.array([0]), lens, lens, positions, block_table)
+        on_device = self._to_device(positions)
+        hidden = self.model.forward(torch.zeros_like(on_device), on_device, attention.new_kv_caches(1), metadata)
         self.model.compute_logits(hidden[: self.max_num_reqs]).float()
 
     def _update_batch(self, scheduler_output: SchedulerOutput) -> None:

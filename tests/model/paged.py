@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_engine.model.attention import AttentionMetadata
+from mini_engine.model.cpu_attention import CPUAttentionBackend
 from mini_engine.model.decoder import Decoder
 
-JUNK = 1e4  # in every slot before it is written; not NaN: a masked slot may be read, and 0 * NaN is NaN
+JUNK = 1e4  # in every slot before it is written; not NaN: torch's attention reads masked slots, and 0 * NaN is NaN
 
 
 class PagedRun:
@@ -22,26 +22,23 @@ class PagedRun:
         needed = [-(-len(s) // block_size) for s in sequences]
         order = np.random.default_rng(seed).permutation(np.arange(1, sum(needed) + 1))  # any layout; block 0 is the null block
         self.tables = [t.tolist() for t in np.split(order, np.cumsum(needed)[:-1])]
-        self.kv_caches = model.new_kv_caches(sum(needed) + 1, block_size)
+        self.attention = model.attention_backend(block_size)
+        self.kv_caches = self.attention.new_kv_caches(sum(needed) + 1)
         for cache in self.kv_caches:
-            cache.fill_(JUNK)
+            cache.fill_(float("nan") if isinstance(self.attention, CPUAttentionBackend) else JUNK)
         self.logits: list[list[Tensor]] = [[] for _ in sequences]
 
-    def step(self, work: Iterable[tuple[int, int]], num_padding: int = 0) -> None:
+    def step(self, work: Iterable[tuple[int, int]]) -> None:
         """Compute the next n tokens of sequence i, for each (i, n): one forward."""
         work = sorted(work, key=lambda item: (item[1] != 1, -self.computed[item[0]] - item[1]))
-        tokens, positions, slots = [], [], []
-        for i, n in work:
-            for p in range(self.computed[i], self.computed[i] + n):
-                tokens.append(self.sequences[i][p])
-                positions.append(p)
-                slots.append(self.tables[i][p // self.block_size] * self.block_size + p % self.block_size)
-        table = np.zeros((len(work), max(len(self.tables[i]) for i, _ in work)), np.int32)
-        for row, (i, _) in enumerate(work):
-            table[row, : len(self.tables[i])] = self.tables[i]
-        metadata = AttentionMetadata.build(
-            np.array(slots), [n for _, n in work], [self.computed[i] + n for i, n in work], table, self.kv_caches[0]
-        )
+        positions = [p for i, n in work for p in range(self.computed[i], self.computed[i] + n)]
+        tokens = [self.sequences[i][p] for i, n in work for p in range(self.computed[i], self.computed[i] + n)]
+        table = np.zeros((len(self.tables), max(map(len, self.tables))), np.int32)
+        for row, blocks in enumerate(self.tables):
+            table[row, : len(blocks)] = blocks
+        rows, query_lens = np.array([i for i, _ in work]), np.array([n for _, n in work])
+        seq_lens = np.array([self.computed[i] + n for i, n in work])
+        metadata = self.attention.build(rows, query_lens, seq_lens, np.array(positions), table)
         hidden = self.model.forward(torch.tensor(tokens), torch.tensor(positions), self.kv_caches, metadata)
         logits = self.model.compute_logits(hidden)
         for i, n in work:
@@ -54,7 +51,7 @@ class PagedRun:
 
 
 def dense_logits(model: Decoder, sequence: list[int]) -> Tensor:
-    """The whole sequence in one step, alone, blocks in order: no chunk, no neighbour, no gather."""
-    run = PagedRun(model, [sequence], block_size=len(sequence), seed=0)
+    """The whole sequence in one step, alone, in one block: no chunk, no neighbour, no gather."""
+    run = PagedRun(model, [sequence], block_size=-(-len(sequence) // 16) * 16, seed=0)
     run.step([(0, len(sequence))])
     return run.all_logits(0)

@@ -1,14 +1,12 @@
 """InputBatch and BlockTable against a plain dict: whatever comes and goes, a row says what its request is."""
 
 import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.step import NewRequestData
-from mini_engine.worker.block_table import BlockTable
 from mini_engine.worker.input_batch import InputBatch
 
 MAX_NUM_REQS, MAX_MODEL_LEN, BLOCK_SIZE = 5, 40, 4
@@ -74,17 +72,6 @@ class InputBatchMachine(RuleBasedStateMachine):
 
 TestInputBatch = InputBatchMachine.TestCase
 TestInputBatch.settings = settings(max_examples=30, stateful_step_count=30)
-
-
-@pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_slot_mapping(block_size: int) -> None:
-    table = BlockTable(2, 40, block_size)
-    table.append_row(1, [7, 3])
-    table.append_row(1, [9])
-    positions = np.arange(3 * block_size)
-    slots = table.slot_mapping(np.ones_like(positions), positions)
-    assert slots.dtype == np.int64
-    assert slots.tolist() == [b * block_size + o for b in (7, 3, 9) for o in range(block_size)]
 
 
 def test_rows_take_memory_only_when_written() -> None:

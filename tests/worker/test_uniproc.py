@@ -94,7 +94,7 @@ def test_everything_runs_on_one_thread(model_dir: Path, monkeypatch: pytest.Monk
 
     spy(worker, "load_model")
     spy(torch, "set_num_threads")
-    for name in ("forward", "compute_logits", "new_kv_caches"):
+    for name in ("forward", "compute_logits", "attention_backend"):
         spy(Decoder, name)
     executor = UniProcExecutor(EngineConfig(model=str(model_dir), num_threads=1, block_size=4))
     spy(executor.worker.runner.sampler, "forward")
@@ -103,7 +103,7 @@ def test_everything_runs_on_one_thread(model_dir: Path, monkeypatch: pytest.Monk
     executor.execute_model(first_step())
     executor.sample_tokens(None)
     executor.shutdown()
-    assert {name for name, _ in seen} == {"load_model", "set_num_threads", "forward", "compute_logits", "new_kv_caches"}
+    assert {name for name, _ in seen} == {"load_model", "set_num_threads", "forward", "compute_logits", "attention_backend"}
     assert {thread for _, thread in seen} == {"core-worker"}
 
 

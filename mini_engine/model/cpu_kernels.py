@@ -1,0 +1,126 @@
+"""The C kernels of csrc/ as operators on tensors, and the memory that they like.
+
+Promises  load() never fails: without a compiler, or where the kernels do not build, it says so once and returns None, and torch's
+          operators go on, at about half the speed. A number that a kernel computes does not depend on what else is in the step.
+Threads   OpenMP's, through the library that torch has loaded: a second OpenMP would bring a second team of threads to the same cores.
+Memory    weights and KV lie in huge pages where Linux gives them: a processor that walks 538 MB looks up 4 KB pages most of the time.
+
+Stands at form 6 of a request.    vLLM: _custom_ops.py, csrc/cpu/torch_bindings.cpp
+"""
+
+import contextlib
+import ctypes
+import functools
+import logging
+import math
+import mmap
+import subprocess
+from ctypes import c_float, c_int, c_long, c_void_p
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mini_engine.model.build_kernels import build, compiler
+
+logger = logging.getLogger(__name__)
+
+_pointer, _long, _int = c_void_p, c_long, c_int
+_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "panel_size": (),
+    "linear_f32": (_pointer, _long, _long, _pointer, _pointer, _pointer, _long, _int, _int),
+    "linear_i8": (_pointer, _long, _long, _pointer, _pointer, _pointer, _pointer, _long, _int, _pointer, _int),
+    "rms_norm": (_pointer, _pointer, _pointer, _long, _long, c_float, _int),
+    "silu_and_mul": (_pointer, _pointer, _long, _long, _int),
+    "attention": (_pointer, _pointer, _pointer, _pointer, _pointer),
+}
+
+
+class CpuKernels:
+    """The operators. All tensors are contiguous float32 on CPU."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, c_long if name == "panel_size" else None
+        self.library = library
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y = torch.empty_like(x)
+        self.library.rms_norm(x.data_ptr(), weight.data_ptr(), y.data_ptr(), *x.shape, eps, torch.get_num_threads())
+        return y
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """[n, 2 * size] → [n, size]: silu(gate) * up"""
+        n, size = len(gate_up), gate_up.shape[1] // 2
+        y = gate_up.new_empty(n, size)
+        self.library.silu_and_mul(gate_up.data_ptr(), y.data_ptr(), n, size, torch.get_num_threads())
+        return y
+
+
+@functools.cache
+def load() -> CpuKernels | None:
+    """The library, built if need be. None: this machine cannot, and a warning says why."""
+    try:
+        path = build(compiler())
+        for openmp in sorted(Path(torch.__file__).parent.glob("lib/libgomp*")) or [Path("libgomp.so.1")]:
+            ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)  # gives our undefined symbols torch's OpenMP
+        try:
+            return CpuKernels(ctypes.CDLL(str(path)))
+        except OSError:
+            path.unlink(missing_ok=True)  # the next start builds it anew
+            raise
+    except (OSError, subprocess.SubprocessError) as e:
+        said = (getattr(e, "stderr", None) or b"").decode(errors="replace").strip()[-1000:]
+        logger.warning(
+            "no C kernels, so torch's operators at about half the speed (apt install gcc, or name a compiler with CC): %s", said or e
+        )
+        return None
+
+
+class HugePages:
+    """Zeroed memory in one piece; it becomes memory when first written. Tensors keep it alive."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.memory = mmap.mmap(-1, max(num_bytes, 1))
+        with contextlib.suppress(OSError, AttributeError):  # a kernel, or a system, without them
+            self.memory.madvise(mmap.MADV_HUGEPAGE)
+        self.used = 0
+
+    def take(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The next piece, on a cache line of its own."""
+        count, start = math.prod(shape), self.used
+        self.used += -(-count * dtype.itemsize // 64) * 64
+        return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=start).view(shape)
+
+
+class CpuLinear:
+    """y = x W^T + b in float32, with W in linear.c's panels."""
+
+    def __init__(self, kernels: CpuKernels, pages: HugePages, weight: Tensor, bias: Tensor | None) -> None:
+        """weight [out, in] float32: copied into `pages`."""
+        self.library, self.bias, (self.out, self.size) = kernels.library, bias, weight.shape
+        self.panel = self.library.panel_size()
+        self.pack(pages, F.pad(weight, (0, 0, 0, -self.out % self.panel)))
+
+    def pack(self, pages: HugePages, weight: Tensor) -> None:
+        """weight [out, in], with zeros up to a whole panel."""
+        self.weight = pages.take(len(weight) // self.panel, self.size, self.panel)
+        self.weight.copy_(weight.view(-1, self.panel, self.size).transpose(1, 2))
+
+    @staticmethod
+    def most_bytes(weight: Tensor) -> int:
+        """What it takes of HugePages at most: rows padded to a panel, their length to four."""
+        return 4 * (weight.shape[0] + 64) * (weight.shape[1] + 4)
+
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        """x [n, in] contiguous → y [n, out], new or added to `add_to`."""
+        y = x.new_empty(len(x), self.out) if add_to is None else add_to
+        bias = None if self.bias is None else self.bias.data_ptr()
+        self.multiply(x, bias, y, add_to is not None)
+        return y
+
+    def multiply(self, x: Tensor, bias: int | None, y: Tensor, accumulate: bool) -> None:
+        arguments = len(x), self.size, self.weight.data_ptr(), bias, y.data_ptr(), self.out, accumulate, torch.get_num_threads()
+        self.library.linear_f32(x.data_ptr(), *arguments)
