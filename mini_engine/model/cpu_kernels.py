@@ -26,6 +26,8 @@ from mini_engine.model.build_kernels import build, compiler
 
 logger = logging.getLogger(__name__)
 
+PACK_ROWS = 2048  #: rows of a weight packed at once, whole panels: bounds the memory beside the weight
+
 _pointer, _long, _int = c_void_p, c_long, c_int
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "panel_size": (),
@@ -63,19 +65,12 @@ class CpuKernels:
 def load() -> CpuKernels | None:
     """The library, built if need be. None: this machine cannot, and a warning says why."""
     try:
-        path = build(compiler())
         for openmp in sorted(Path(torch.__file__).parent.glob("lib/libgomp*")) or [Path("libgomp.so.1")]:
             ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)  # gives our undefined symbols torch's OpenMP
-        try:
-            return CpuKernels(ctypes.CDLL(str(path)))
-        except OSError:
-            path.unlink(missing_ok=True)  # the next start builds it anew
-            raise
-    except (OSError, subprocess.SubprocessError) as e:
+        return CpuKernels(build(compiler()))
+    except (OSError, subprocess.SubprocessError, ValueError, RuntimeError, AttributeError) as e:
         said = (getattr(e, "stderr", None) or b"").decode(errors="replace").strip()[-1000:]
-        logger.warning(
-            "no C kernels, so torch's operators at about half the speed (apt install gcc, or name a compiler with CC): %s", said or e
-        )
+        logger.warning("no C kernels, so torch's operators at about half the speed (apt install gcc, or name a gcc with CC): %s", said or e)
         return None
 
 
@@ -83,7 +78,7 @@ class HugePages:
     """Zeroed memory in one piece; it becomes memory when first written. Tensors keep it alive."""
 
     def __init__(self, num_bytes: int) -> None:
-        self.memory = mmap.mmap(-1, max(num_bytes, 1))
+        self.memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared, the default, gets none
         with contextlib.suppress(OSError, AttributeError):  # a kernel, or a system, without them
             self.memory.madvise(mmap.MADV_HUGEPAGE)
         self.used = 0
@@ -98,16 +93,24 @@ class HugePages:
 class CpuLinear:
     """y = x W^T + b in float32, with W in linear.c's panels."""
 
+    dtype = torch.float32  #: of the packed weight
+
     def __init__(self, kernels: CpuKernels, pages: HugePages, weight: Tensor, bias: Tensor | None) -> None:
-        """weight [out, in] float32: copied into `pages`."""
+        """weight [out, in] float32: copied into `pages`, some rows at a time."""
         self.library, self.bias, (self.out, self.size) = kernels.library, bias, weight.shape
         self.panel = self.library.panel_size()
-        self.pack(pages, F.pad(weight, (0, 0, 0, -self.out % self.panel)))
+        self.weight = pages.take(-(-self.out // self.panel), *self.panel_shape(), dtype=self.dtype)
+        for first in range(0, self.out, PACK_ROWS):
+            rows = weight[first : first + PACK_ROWS]
+            panels = self.lay_out(F.pad(rows, (0, 0, 0, -len(rows) % self.panel)))
+            self.weight[first // self.panel :][: len(panels)] = panels
 
-    def pack(self, pages: HugePages, weight: Tensor) -> None:
-        """weight [out, in], with zeros up to a whole panel."""
-        self.weight = pages.take(len(weight) // self.panel, self.size, self.panel)
-        self.weight.copy_(weight.view(-1, self.panel, self.size).transpose(1, 2))
+    def panel_shape(self) -> tuple[int, ...]:
+        return self.size, self.panel
+
+    def lay_out(self, rows: Tensor) -> Tensor:
+        """Some panels' rows [n * panel, in] → [n, *panel_shape()]."""
+        return rows.view(-1, self.panel, self.size).transpose(1, 2)
 
     @staticmethod
     def most_bytes(weight: Tensor) -> int:
@@ -116,6 +119,7 @@ class CpuLinear:
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         """x [n, in] contiguous → y [n, out], new or added to `add_to`."""
+        assert x.is_contiguous()
         y = x.new_empty(len(x), self.out) if add_to is None else add_to
         bias = None if self.bias is None else self.bias.data_ptr()
         self.multiply(x, bias, y, add_to is not None)

@@ -8,20 +8,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mini_engine.model.cpu_kernels import CpuLinear, HugePages
+from mini_engine.exceptions import VLLMValidationError
+from mini_engine.model.cpu_kernels import CpuKernels, CpuLinear, HugePages
 
 TERMS = 2  #: linear_int8.c's
+MAX_INPUTS = 130_000  #: 255 * 63 times so many is still an int32
 
 
 class Int8Linear(CpuLinear):
     """W as int8, in linear_int8.c's panels."""
 
-    def pack(self, pages: HugePages, weight: Tensor) -> None:
-        self.size4 = self.size + -self.size % 4
-        self.scales = weight.abs().amax(1).clamp_min_(1e-30).div_(127)
-        levels = F.pad((weight / self.scales[:, None]).round_().add_(128), (0, self.size4 - self.size), value=128)
-        self.weight = pages.take(len(weight) // self.panel, self.size4 // 4, self.panel, 4, dtype=torch.uint8)
-        self.weight.copy_(levels.view(-1, self.panel, self.size4 // 4, 4).transpose(1, 2))
+    dtype = torch.uint8
+
+    def __init__(self, kernels: CpuKernels, pages: HugePages, weight: Tensor, bias: Tensor | None) -> None:
+        """As CpuLinear. Raises VLLMValidationError for a weight that is too wide."""
+        if (size := weight.shape[1]) > MAX_INPUTS:
+            raise VLLMValidationError(f"quantization int8 takes at most {MAX_INPUTS} inputs of a layer, this one has {size}; leave it out")
+        self.size4 = size + -size % 4
+        self.parts: list[Tensor] = []  #: scales, as lay_out() finds them
+        super().__init__(kernels, pages, weight, bias)
+        self.scales = torch.cat(self.parts)
+
+    def panel_shape(self) -> tuple[int, ...]:
+        return self.size4 // 4, self.panel, 4
+
+    def lay_out(self, rows: Tensor) -> Tensor:
+        scales = rows.abs().amax(1).clamp_min_(1e-30).div_(127)
+        self.parts.append(scales)
+        levels = (rows / scales[:, None]).round_().add_(128)
+        return F.pad(levels, (0, self.size4 - self.size), value=128).view(-1, self.panel, self.size4 // 4, 4).transpose(1, 2)
 
     def multiply(self, x: Tensor, bias: int | None, y: Tensor, accumulate: bool) -> None:
         scratch = torch.empty(len(x) * (TERMS * self.size4 + 8), dtype=torch.int8)

@@ -84,7 +84,8 @@ INLINE void scores(const int rows, Tile *t, long size, const float *keys, const 
     for (int r = 0; r < rows; r++) *(group *)(t->weights[r] + first) = sums[r];
 }
 
-// sums += weights times the values of `count` tokens, for GROUP of the head's numbers
+// sums += weights times the values of `count` tokens, for GROUP of the head's numbers. A token that a row must not see weighs 0: nothing,
+// as long as its values are finite.
 INLINE void weigh(const int rows, Tile *t, long size, const float *values, long first, long count, long column) {
     group sums[MAX_TILE];
     for (int r = 0; r < rows; r++) sums[r] = *(group *)(t->sums[r] + column);
@@ -96,18 +97,18 @@ INLINE void weigh(const int rows, Tile *t, long size, const float *values, long 
     for (int r = 0; r < rows; r++) *(group *)(t->sums[r] + column) = sums[r];
 }
 
-// Scores of keys [first, first + KEYS) to weights e^(score - max); what was summed under a smaller max is scaled down.
-static void softmax_row(Tile *t, int r, long first, long size) {
+// Scores of `count` keys from `first` to weights e^(score - max); what was summed under a smaller max is scaled down.
+static void softmax_row(Tile *t, int r, long first, long count, long size) {
     float *weights = t->weights[r];
-    const long seen = t->context[r] - first;
-    for (long j = seen > 0 ? seen : 0; j < KEYS; j++) weights[j] = -INFINITY;  // its weight is an exact 0
+    const long seen = t->context[r] - first, end = (count + GROUP - 1) / GROUP * GROUP;
+    for (long j = seen > 0 ? seen : 0; j < end; j++) weights[j] = -INFINITY;  // its weight is an exact 0
     group largest = (group){} + t->max[r];
-    for (long j = 0; j < KEYS; j += GROUP) largest = blend(*(group *)(weights + j) > largest, *(group *)(weights + j), largest);
+    for (long j = 0; j < end; j += GROUP) largest = blend(*(group *)(weights + j) > largest, *(group *)(weights + j), largest);
     float max = largest[0];
     for (int j = 1; j < GROUP; j++) max = largest[j] > max ? largest[j] : max;
     const float scale = expf(t->max[r] - max);
     group total = {0};
-    for (long j = 0; j < KEYS; j += GROUP) {
+    for (long j = 0; j < end; j += GROUP) {
         const group weight = exp_group(*(group *)(weights + j) - max);
         *(group *)(weights + j) = weight;
         total += weight;
@@ -132,7 +133,7 @@ static void attend(const Step *s, Tile *t, float *cache, long row, long kv_head,
 #define SCORES(constant) scores(constant, t, size, keys, next, j)
             WITH_CONSTANT(t->rows, MAX_TILE, SCORES);
         }
-        for (int r = 0; r < t->rows; r++) softmax_row(t, r, first, size);
+        for (int r = 0; r < t->rows; r++) softmax_row(t, r, first, count, size);
         for (long j = 0; j < count; j += GROUP) {
             const float *values = kv_of(s, cache, row, first + j, kv_head) + GROUP * size;
             const long tokens = count - j < GROUP ? count - j : GROUP;

@@ -46,6 +46,8 @@ static void quantize_row(const float *x, long in, long in4, int8_t *levels, floa
     memcpy(scale, &peak, 4);
     *scale = *scale < 1e-30f ? 1e-30f : *scale / LEVELS;  // a row of zeros stays one
     memset(levels, 0, TERMS * in4);
+    *offset = 0;
+    if (!isfinite(*scale)) return;  // 0 times that is NaN
     for (long i = 0; i < in; i++) {
         const float exact = x[i] / *scale, nearest = rintf(exact), rest = rintf((exact - nearest) * (2 * LEVELS));
         levels[i] = (int8_t)nearest;
