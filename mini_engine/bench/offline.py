@@ -13,6 +13,7 @@ No request path of its own.    vLLM: benchmarks/throughput.py
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -133,11 +134,11 @@ def make_prompts(directory: Path, work: Workload, seed: int) -> list[list[int]]:
 def bound(directory: Path, dtype: str, quantization: str, work: Workload, read_bytes_per_s: float, flop_per_s: float) -> float:
     """Tokens/s of an engine that wastes nothing. Attention's arithmetic is left out: the bound is a little too high, never too low.
 
-    With int8 the weights' bytes are a quarter; the arithmetic counts at float32's speed."""
+    With int8 the weights' bytes are a quarter, and all arithmetic is left out: how fast it could be is not known."""
     from mini_engine.model.config import ModelConfig
 
     c, size = ModelConfig.from_dir(directory), 4 if dtype == "float32" else 2
-    weight_size = 1 if quantization == "int8" else size
+    weight_size, flop_per_s = (1, math.inf) if quantization == "int8" else (size, flop_per_s)
     attention = c.hidden_size * c.head_dim * 2 * (c.num_heads + c.num_kv_heads)
     layers, head = c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size), c.vocab_size * c.hidden_size
     prompt = 2 * work.num_prompts * (work.input_len * layers + head) / flop_per_s

@@ -120,11 +120,11 @@ class CpuLinear:
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         """x [n, in] contiguous → y [n, out], new or added to `add_to`."""
         assert x.is_contiguous()
-        y = x.new_empty(len(x), self.out) if add_to is None else add_to
-        bias = None if self.bias is None else self.bias.data_ptr()
-        self.multiply(x, bias, y, add_to is not None)
+        n = len(x)
+        y = x.new_empty(n, self.out) if add_to is None else add_to
+        self.multiply(n, x, None if self.bias is None else self.bias.data_ptr(), y, add_to is not None)
         return y
 
-    def multiply(self, x: Tensor, bias: int | None, y: Tensor, accumulate: bool) -> None:
-        arguments = len(x), self.size, self.weight.data_ptr(), bias, y.data_ptr(), self.out, accumulate, torch.get_num_threads()
-        self.library.linear_f32(x.data_ptr(), *arguments)
+    def multiply(self, n: int, x: Tensor, bias: int | None, y: Tensor, accumulate: bool) -> None:
+        weight, threads = self.weight.data_ptr(), torch.get_num_threads()
+        self.library.linear_f32(x.data_ptr(), n, self.size, weight, bias, y.data_ptr(), self.out, accumulate, threads)

@@ -38,8 +38,8 @@ class Int8Linear(CpuLinear):
         levels = (rows / scales[:, None]).round_().add_(128)
         return F.pad(levels, (0, self.size4 - self.size), value=128).view(-1, self.panel, self.size4 // 4, 4).transpose(1, 2)
 
-    def multiply(self, x: Tensor, bias: int | None, y: Tensor, accumulate: bool) -> None:
-        scratch = torch.empty(len(x) * (TERMS * self.size4 + 8), dtype=torch.int8)
+    def multiply(self, n: int, x: Tensor, bias: int | None, y: Tensor, accumulate: bool) -> None:
+        scratch = torch.empty(n * (TERMS * self.size4 + 8), dtype=torch.int8)
         weight = self.weight.data_ptr(), self.scales.data_ptr(), bias
-        tail = self.out, accumulate, scratch.data_ptr(), torch.get_num_threads()
-        self.library.linear_i8(x.data_ptr(), len(x), self.size, *weight, y.data_ptr(), *tail)
+        threads = torch.get_num_threads()
+        self.library.linear_i8(x.data_ptr(), n, self.size, *weight, y.data_ptr(), self.out, accumulate, scratch.data_ptr(), threads)
