@@ -11,6 +11,7 @@ Last line of stdout: `N killed, M survived, K broken`; exit 1 unless all were ki
 
 import argparse
 import ast
+import os
 import shutil
 import subprocess
 import sys
@@ -38,6 +39,11 @@ class Mutant:
     @property
     def file(self) -> str:
         return self.symbol.partition("::")[0]
+
+    @property
+    def is_function(self) -> bool:
+        """Whether its code object can be swapped (tests/test_mutants.py)."""
+        return self.file.endswith(".py") and not self.symbol.endswith("::")
 
     def mutate(self, source: str) -> str:
         """The file's text with the fault in it. ValueError when `find` is not there exactly once."""
@@ -84,8 +90,11 @@ def run_mutant(mutant: Mutant) -> str:
             "no:cacheprovider",
             mutant.test,
         ]  # -m: the copy comes first on sys.path
+        own_cache = {} if mutant.is_function else {"MINI_ENGINE_CACHE": str(copy / "cache")}  # C kernels with a fault are thrown away
         try:
-            run = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+            run = subprocess.run(
+                command, cwd=copy, env=os.environ | own_cache, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
+            )
         except subprocess.TimeoutExpired:
             return "killed"
     return {0: "survived", 1: "killed"}.get(

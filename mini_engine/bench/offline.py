@@ -5,7 +5,8 @@ Work      for every pair of --num-prompts and --input-len: so many prompts of ra
 Peers     each in a process of its own (peers.py), with the same directory, prompts, dtype and threads. They take turns, round by round;
           whose turn it is not is stopped (SIGSTOP), its spinning threads too. The least time of all rounds counts.
 Bound     what no engine with these weights can beat: the prompt's arithmetic at the speed of a large matrix product, then per step the
-          weights and the context read once, or the step's arithmetic if that takes longer. Measured here, printed before the numbers.
+          weights and the context read once, or the step's arithmetic if that takes longer. The machine is measured in every round, since
+          its memory is others' too; its best counts.
 Stdout    the last line is one JSON object; ratios in one run are what it is for, absolute times are the machine's.
 
 No request path of its own.    vLLM: benchmarks/throughput.py
@@ -76,30 +77,34 @@ def run_offline(config: EngineConfig, works: list[Workload], compare: list[str],
         "gguf": str(describe().package_file),
     }
     report: dict[str, Any] = {"model": directory.name, "threads": threads, "dtype": setup["dtype"], "quantization": config.quantization}
-    bounds: list[float | None] = [None] * len(works)
-    if config.executor != "mock":
-        with _Peer("machine", sys.executable, setup) as machine:
-            report["machine"] = {name: value for name, value in machine.ready.items() if name != "ready"}
-        bounds = [bound(directory, setup["dtype"], config.quantization, work, **report["machine"]) for work in works]
-        print("memory {read_bytes_per_s:.3g} bytes/s, matrix product {flop_per_s:.3g} FLOP/s".format(**report["machine"]), flush=True)
-    for work, limit in zip(works, bounds, strict=True):
-        if limit is not None:
-            print(f"bound: {limit:,.0f} tokens/s for {work}", flush=True)
-    names = ["mini_engine", *compare]
+    names = [*(["machine"] if config.executor != "mock" else []), "mini_engine", *compare]
     with contextlib.ExitStack() as stack:
         peers = {name: stack.enter_context(_Peer(name, pythons.get(name) or sys.executable, setup)) for name in names}
-        report["workloads"] = [
-            _measure(peers, directory, work, rounds, config.seed, limit) for work, limit in zip(works, bounds, strict=True)
-        ]
+        machine = peers.pop("machine", None)
+        best = {"read_bytes_per_s": 0.0, "flop_per_s": 0.0}
+        report["workloads"] = [_measure(peers, machine, best, directory, work, rounds, config.seed) for work in works]
+    if machine is not None:
+        report["machine"] = best
+        print("memory {read_bytes_per_s:.3g} bytes/s, matrix product {flop_per_s:.3g} FLOP/s".format(**best), flush=True)
+        for work, result in zip(works, report["workloads"], strict=True):
+            limit = bound(directory, setup["dtype"], config.quantization, work, **best)
+            share = result["results"]["mini_engine"]["tokens_per_s"] / limit
+            result |= {"bound_tokens_per_s": round(limit, 1), "share_of_bound": round(share, 3)}
     _print_table(report)
     print(json.dumps(report), flush=True)
     return 0
 
 
-def _measure(peers: "dict[str, _Peer]", directory: Path, work: Workload, rounds: int, seed: int, limit: float | None) -> dict[str, Any]:
+def _measure(
+    peers: "dict[str, _Peer]", machine: "_Peer | None", best: dict[str, float], directory: Path, work: Workload, rounds: int, seed: int
+) -> dict[str, Any]:
+    """One workload. `best`: what the machine could do at its best so far; other work on it slows everybody, from minute to minute."""
     prompts = make_prompts(directory, work, seed)
     least = {name: {1: float("inf"), work.output_len: float("inf")} for name in peers}
     for _ in range(rounds):
+        if machine is not None:
+            measured = machine.run({})
+            best |= {name: max(value, measured[name]) for name, value in best.items()}
         for name, peer in peers.items():
             for output_len in (1, work.output_len):
                 result = peer.run({"prompts": prompts, "output_len": output_len})
@@ -117,8 +122,7 @@ def _measure(peers: "dict[str, _Peer]", directory: Path, work: Workload, rounds:
         }
     ours = results["mini_engine"]
     ratio = {name: round(ours["tokens_per_s"] / result["tokens_per_s"], 2) for name, result in results.items() if result is not ours}
-    share = {} if limit is None else {"bound_tokens_per_s": round(limit, 1), "share_of_bound": round(ours["tokens_per_s"] / limit, 3)}
-    return asdict(work) | {"results": results, "ratio": ratio} | share
+    return asdict(work) | {"results": results, "ratio": ratio}
 
 
 def make_prompts(directory: Path, work: Workload, seed: int) -> list[list[int]]:
@@ -178,8 +182,7 @@ class _Peer:
             self.process.stdin.flush()
         for line in self.process.stdout:
             if line.startswith(('{"ready"', '{"seconds"')):
-                if self.name != "machine":
-                    os.killpg(self.process.pid, signal.SIGSTOP)
+                os.killpg(self.process.pid, signal.SIGSTOP)
                 answer: dict[str, Any] = json.loads(line)
                 return answer
             self._talk = [*self._talk[-40:], line]

@@ -3,6 +3,7 @@
 import functools
 import logging
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -311,3 +312,17 @@ def test_memory_is_zeroed_and_lives_as_long_as_a_tensor() -> None:
     assert first.data_ptr() % 64 == second.data_ptr() % 64 == 0
     first.fill_(1.0)
     assert not second.any()
+
+
+def test_memory_is_private_and_asks_for_huge_pages() -> None:
+    tensor = HugePages(1 << 22).take(1 << 20)
+    name, flags = "", ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            start, end = (int(address, 16) for address in line.split()[0].split("-"))
+            name = line if start <= tensor.data_ptr() < end else ""
+        elif name and line.startswith("VmFlags:"):
+            flags = line
+            break
+    assert " rw-p " in name
+    assert not Path("/sys/kernel/mm/transparent_hugepage").exists() or " hg" in flags
