@@ -30,7 +30,7 @@ def engine_options(
     max_model_len: Annotated[int | None, Option(help="longest prompt plus answer, in tokens [default: the model's]")] = None,
     max_num_seqs: Annotated[int, Option(help="requests in one step")] = _DEFAULTS.max_num_seqs,
     max_num_batched_tokens: Annotated[int, Option(help="tokens in one step")] = _DEFAULTS.max_num_batched_tokens,
-    block_size: Annotated[int, Option(help="tokens per KV block")] = _DEFAULTS.block_size,
+    block_size: Annotated[int, Option(help="tokens per KV block; multiples of 16 have the fast attention on CPU")] = _DEFAULTS.block_size,
     num_gpu_blocks_override: Annotated[int | None, Option(help="use exactly this many KV blocks")] = None,
     kv_cache_memory_bytes: Annotated[int, Option(help="KV memory on CPU")] = _DEFAULTS.kv_cache_memory_bytes,
     gpu_memory_utilization: Annotated[float, Option(help="share of a GPU's memory to use")] = _DEFAULTS.gpu_memory_utilization,

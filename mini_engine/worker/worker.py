@@ -44,7 +44,7 @@ class Worker:
         self.model = load_model(model_dir, self.dtype, self.device, config.quantization)
         self.runner = ModelRunner(self.model, config.max_num_seqs, config.max_model_len, config.seed)
         logger.info(
-            "model %s: %.0f MiB of %s weights%s on %s in %.1f s, %d threads",
+            "model %s: %.0f MiB of %s weights%s on %s in %.1f s, %d threads%s",
             model_dir,
             self.model.num_bytes / 2**20,
             str(self.dtype).removeprefix("torch."),
@@ -52,6 +52,7 @@ class Worker:
             self.device,
             time.monotonic() - started,
             torch.get_num_threads(),
+            "" if self.model.kernels is None else ", C kernels",
         )
 
     def get_kv_cache_spec(self) -> KVCacheSpec:
