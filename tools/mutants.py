@@ -4,9 +4,10 @@
     python tools/mutants.py ID…             these
     python tools/mutants.py --changed       those whose file differs from `git merge-base HEAD main`'s, or is not committed yet
 
-A mutant is `id, symbol (file.py::Class.method), find, replace, test, says`; `find` occurs exactly once in the symbol's source. It is
-killed when the test, run by pytest on a copy of the project with that one replacement, *fails*: a collection error is not a kill.
-Last line of stdout: `N killed, M survived, K broken`; exit 1 unless all were killed. tests/test_mutants.py runs the same in process.
+A mutant is `id, symbol (file.py::Class.method, or file:: for all of it), find, replace, test, says`; `find` occurs exactly once in the
+symbol's source. It is killed when the test, run by pytest on a copy of the project with that one replacement, *fails*: a collection error
+is not a kill. Last line of stdout: `N killed, M survived, K broken`; exit 1 unless all were killed. tests/test_mutants.py runs those of
+functions in process, the others in `make soak`.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MUTANTS = ROOT / "tests" / "mutants.toml"
 TIMEOUT_S = 120  #: a mutant that makes the test hang is killed too
+BUILD_TIMEOUT_S = 900  #: with C kernels to build: no sign of anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +92,16 @@ def run_mutant(mutant: Mutant) -> str:
             "no:cacheprovider",
             mutant.test,
         ]  # -m: the copy comes first on sys.path
+        timeout = TIMEOUT_S if mutant.is_function else BUILD_TIMEOUT_S
         own_cache = {} if mutant.is_function else {"MINI_ENGINE_CACHE": str(copy / "cache")}  # C kernels with a fault are thrown away
         try:
             run = subprocess.run(
-                command, cwd=copy, env=os.environ | own_cache, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
+                command, cwd=copy, env=os.environ | own_cache, capture_output=True, text=True, check=False, timeout=timeout
             )
         except subprocess.TimeoutExpired:
-            return "killed"
+            return "killed" if mutant.is_function else f"broken: not done after {timeout} s"
+    if "not run: " in run.stdout:
+        return f"broken: {run.stdout[-500:]}"
     return {0: "survived", 1: "killed"}.get(
         run.returncode, f"broken: pytest exit {run.returncode}\n{run.stdout[-2000:]}{run.stderr[-500:]}"
     )

@@ -98,7 +98,7 @@ def run_offline(config: EngineConfig, works: list[Workload], compare: list[str],
 def _measure(
     peers: "dict[str, _Peer]", machine: "_Peer | None", best: dict[str, float], directory: Path, work: Workload, rounds: int, seed: int
 ) -> dict[str, Any]:
-    """One workload. `best`: what the machine could do at its best so far; other work on it slows everybody, from minute to minute."""
+    """One workload. `best` is raised in place to what the machine could do so far: other work slows everybody, from minute to minute."""
     prompts = make_prompts(directory, work, seed)
     least = {name: {1: float("inf"), work.output_len: float("inf")} for name in peers}
     for _ in range(rounds):

@@ -18,8 +18,8 @@ from typer import Option
 
 import mini_engine
 from mini_engine.config import EngineConfig, ServerConfig
-from mini_engine.entrypoints.commands import Address, RpcPort, commands
-from mini_engine.entrypoints.options import takes_engine_options
+from mini_engine.entrypoints.commands import commands
+from mini_engine.entrypoints.options import Address, RpcPort, takes_engine_options
 from mini_engine.exceptions import EngineDeadError, VLLMValidationError
 
 _SERVER = ServerConfig()

@@ -9,14 +9,11 @@ import typer
 from typer import Argument, Option
 
 from mini_engine.config import EngineConfig
-from mini_engine.entrypoints.options import takes_engine_options
+from mini_engine.entrypoints.options import Address, RpcPort, takes_engine_options
 
 commands = typer.Typer()
 bench = typer.Typer(no_args_is_help=True, help="Measure.")
 commands.add_typer(bench, name="bench")
-
-Address = Annotated[str, Option(help="where headless engines shake hands with their front-end")]
-RpcPort = Annotated[int, Option(min=0, max=65535, help="port of that address")]
 
 
 @commands.command(name="frontend", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

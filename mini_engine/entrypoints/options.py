@@ -20,6 +20,10 @@ _DEFAULTS = EngineConfig()
 _OVERLAY_HELP = f"your file in place of a part: {', '.join(overlays.SEAMS)}; what it defines: mini_engine/overlay.py. May be repeated"
 
 
+Address = Annotated[str, Option(help="where headless engines shake hands with their front-end")]
+RpcPort = Annotated[int, Option(min=0, max=65535, help="port of that address")]
+
+
 def engine_options(
     model_tag: Annotated[str | None, Argument(metavar="MODEL", help="directory, hub id, or nothing for the default model")] = None,
     model: Annotated[str | None, Option(help="the same as MODEL")] = None,
@@ -30,7 +34,7 @@ def engine_options(
     max_model_len: Annotated[int | None, Option(help="longest prompt plus answer, in tokens [default: the model's]")] = None,
     max_num_seqs: Annotated[int, Option(help="requests in one step")] = _DEFAULTS.max_num_seqs,
     max_num_batched_tokens: Annotated[int, Option(help="tokens in one step")] = _DEFAULTS.max_num_batched_tokens,
-    block_size: Annotated[int, Option(help="tokens per KV block; multiples of 16 have the fast attention on CPU")] = _DEFAULTS.block_size,
+    block_size: Annotated[int, Option(help="tokens per KV block; on CPU a multiple of 16 is faster")] = _DEFAULTS.block_size,
     num_gpu_blocks_override: Annotated[int | None, Option(help="use exactly this many KV blocks")] = None,
     kv_cache_memory_bytes: Annotated[int, Option(help="KV memory on CPU")] = _DEFAULTS.kv_cache_memory_bytes,
     gpu_memory_utilization: Annotated[float, Option(help="share of a GPU's memory to use")] = _DEFAULTS.gpu_memory_utilization,

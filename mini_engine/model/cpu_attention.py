@@ -1,7 +1,6 @@
 """Paged attention on CPU by csrc/attention.c, in float32: nothing is gathered, each query reads its request's blocks where they lie.
 
-A step is described by where its tokens stand in which request; the kernel finds the slots in the block table itself. Blocks must be
-whole groups of GROUP slots; for others SDPABackend stands in.
+A step is described by where its tokens stand in which request; the kernel finds the slots in the block table itself.
 
 Stands at form 6 of a request.    vLLM: v1/attention/backends/cpu_attn.py
 """
@@ -14,11 +13,12 @@ import torch
 from torch import Tensor
 
 from mini_engine.model.config import ModelConfig
-from mini_engine.model.cpu_kernels import CpuKernels, HugePages
+from mini_engine.model.cpu_kernels import CPUKernels, HugePages
 from mini_engine.model.layers import RMSNorm
 
 GROUP = 16  #: vectors.h's
 MAX_HEAD_DIM = 256  #: attention.c's
+TAKES = f"the C attention takes blocks of a multiple of {GROUP} tokens and heads of a multiple of {GROUP} numbers up to {MAX_HEAD_DIM}"
 
 
 class _Step(ctypes.Structure):
@@ -35,7 +35,7 @@ class _Step(ctypes.Structure):
 class CPUAttentionBackend:
     """attention.AttentionBackend on the C kernels."""
 
-    def __init__(self, kernels: CpuKernels, config: ModelConfig, block_size: int) -> None:
+    def __init__(self, kernels: CPUKernels, config: ModelConfig, block_size: int) -> None:
         self.library, self.config, self.block_size = kernels.library, config, block_size
 
     @staticmethod
@@ -68,6 +68,7 @@ class CPUAttentionMetadata:
     def attend(self, qkv: Tensor, qk_norm: RMSNorm | None, cos: Tensor, sin: Tensor, kv_cache: Tensor) -> Tensor:
         """See attention.AttentionMetadata."""
         step = self.step
+        assert qkv.is_contiguous() and qkv.dtype == torch.float32
         step.cos, step.sin = cos.data_ptr(), sin.data_ptr()
         out = qkv.new_empty(len(qkv), step.num_heads * step.head_dim)
         norm = None if qk_norm is None else qk_norm.weight.data_ptr()

@@ -7,6 +7,7 @@ the output projection is the largest matrix of a small model.
 Stands at form 6 of a request.    vLLM: model_executor/models/{llama,qwen2,qwen3}.py
 """
 
+import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -15,24 +16,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mini_engine.config import Quantization
-from mini_engine.model.attention import AttentionBackend, AttentionMetadata, SDPABackend
+from mini_engine.model.attention import AttentionBackend, AttentionMetadata
 from mini_engine.model.config import ModelConfig
-from mini_engine.model.cpu_attention import CPUAttentionBackend
-from mini_engine.model.cpu_kernels import CpuKernels, CpuLinear, HugePages
+from mini_engine.model.cpu_attention import TAKES, CPUAttentionBackend
+from mini_engine.model.cpu_kernels import CPUKernels, CPULinear, HugePages
 from mini_engine.model.int8_linear import Int8Linear
-from mini_engine.model.layers import Linear, RMSNorm, RotaryEmbedding
+from mini_engine.model.layers import Linear, RMSNorm, RotaryEmbedding, silu_and_mul
 from mini_engine.model.linear_kernels import Kernel, packed_kernel
+from mini_engine.model.sdpa_attention import SDPABackend
+
+logger = logging.getLogger(__name__)
 
 
 class DecoderLayer:
     """Attention and MLP, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, kernels: CpuKernels | None) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, kernels: CPUKernels | None) -> None:
         self.config, self.kernels = config, kernels
         norm = partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype, device=device, kernels=kernels)
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.input_norm = norm(config.hidden_size)
         self.qkv_proj = Linear(config.hidden_size, (q_size, kv_size, kv_size), config.qkv_bias, dtype, device)
+        # torch's attention applies it to a strided view; the C kernel norms heads itself, with its weight
         self.qk_norm = norm(config.num_heads + config.num_kv_heads, config.head_dim, kernels=None) if config.qk_norm else None
         self.o_proj = Linear(q_size, (config.hidden_size,), config.o_bias, dtype, device)
         self.post_attention_norm = norm(config.hidden_size)
@@ -63,23 +68,14 @@ class DecoderLayer:
         self.down_proj.add_to(hidden, silu_and_mul(gate_up) if self.kernels is None else self.kernels.silu_and_mul(gate_up))
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """[n, 2 * size] → [n, size]: silu(gate) * up, in place on gate."""
-    gate, up = gate_up.chunk(2, 1)
-    return F.silu(gate, inplace=True).mul_(up)
-
-
 class Decoder:
     """The model. Weights are uninitialised until a loader has filled every slot (loader.py)."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        kernels: CpuKernels | None = None,
+        self, config: ModelConfig, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", kernels: CPUKernels | None = None
     ) -> None:
         """kernels: for float32 on CPU only. None: torch's operators."""
+        assert kernels is None or (torch.device(device).type, dtype) == ("cpu", torch.float32)
         self.config, self.dtype, self.device, self.kernels = config, dtype, torch.device(device), kernels
         self.embed_tokens = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=self.device)
         self.layers = [DecoderLayer(config, dtype, self.device, kernels) for _ in range(config.num_layers)]
@@ -101,12 +97,12 @@ class Decoder:
 
     def pack(self, quantization: Quantization = "none") -> None:
         """After loading, once: see Linear.pack. Costs a second copy of one weight at a time, and of a tied embedding for good."""
-        linears = [linear for layer in self.layers for linear in (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj)]
-        linears.append(self.lm_head)
-        pack: Callable[[Tensor, Tensor | None], Kernel | CpuLinear | None] = packed_kernel
+        in_layers = (linear for layer in self.layers for linear in (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj))
+        linears = [*in_layers, self.lm_head]
+        pack: Callable[[Tensor, Tensor | None], Kernel | None] = packed_kernel
         if self.kernels is not None:
-            pages = HugePages(sum(CpuLinear.most_bytes(linear.weight) for linear in linears))
-            pack = partial(Int8Linear if quantization == "int8" else CpuLinear, self.kernels, pages)
+            pages = HugePages(sum(CPULinear.most_bytes(linear.weight) for linear in linears))
+            pack = partial(Int8Linear if quantization == "int8" else CPULinear, self.kernels, pages)
         for linear in linears:
             linear.pack(pack)
 
@@ -114,6 +110,8 @@ class Decoder:
         """The one for this model, its device and blocks of this size."""
         if self.kernels is not None and CPUAttentionBackend.supports(self.config, block_size):
             return CPUAttentionBackend(self.kernels, self.config, block_size)
+        if self.kernels is not None:
+            logger.warning("%s, not block size %d and heads of %d: torch's attention, slower", TAKES, block_size, self.config.head_dim)
         return SDPABackend(self.config, block_size, self.dtype, self.device)
 
     def forward(self, token_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], metadata: AttentionMetadata) -> Tensor:

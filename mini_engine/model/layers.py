@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mini_engine.model.config import RopeConfig
-from mini_engine.model.cpu_kernels import CpuKernels, CpuLinear
+from mini_engine.model.cpu_kernels import CPUKernels, CPULinear
 from mini_engine.model.linear_kernels import Kernel
 
 
@@ -27,7 +27,7 @@ class Linear:
         self.output_sizes = tuple(output_sizes)
         self.weight = torch.empty(sum(output_sizes), input_size, dtype=dtype, device=device)
         self.bias = torch.empty(sum(output_sizes), dtype=dtype, device=device) if bias else None
-        self.kernel: Kernel | CpuLinear | None = None  #: None: F.linear. Else it has the weight, and `weight` is empty
+        self.kernel: Kernel | None = None  #: None: F.linear. Else it has the weight, and `weight` is empty
 
     def slots(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Where the checkpoint's `NAME.weight` and `NAME.bias` go: views of the fused tensors, one name per output part."""
@@ -36,7 +36,7 @@ class Linear:
             parts |= {f"{n}.bias": part for n, part in zip(names, self.bias.split(self.output_sizes), strict=True)}
         return parts
 
-    def pack(self, pack: Callable[[Tensor, Tensor | None], Kernel | CpuLinear | None]) -> None:
+    def pack(self, pack: Callable[[Tensor, Tensor | None], Kernel | None]) -> None:
         """After loading: give the weight to a kernel, in the layout that it reads. The plain one is freed; no more slots() after that."""
         self.kernel = pack(self.weight, self.bias)
         if self.kernel is not None:
@@ -47,7 +47,7 @@ class Linear:
 
     def add_to(self, hidden: Tensor, x: Tensor) -> None:
         """hidden += self(x): the residual stream, without a tensor in between where the kernel can."""
-        if isinstance(self.kernel, CpuLinear):
+        if isinstance(self.kernel, CPULinear):
             self.kernel(x, hidden)
         else:
             hidden += self(x)
@@ -58,7 +58,7 @@ class RMSNorm:
 
     __slots__ = ("eps", "kernels", "weight")
 
-    def __init__(self, *shape: int, eps: float, dtype: torch.dtype, device: torch.device, kernels: CpuKernels | None = None) -> None:
+    def __init__(self, *shape: int, eps: float, dtype: torch.dtype, device: torch.device, kernels: CPUKernels | None = None) -> None:
         self.weight = torch.empty(shape, dtype=dtype, device=device)
         self.eps, self.kernels = eps, kernels
 
@@ -69,7 +69,7 @@ class RMSNorm:
 
 
 class RotaryEmbedding:
-    """Rotates each head's pairs (i, i + head_dim / 2) by position * frequency_i: attention then sees only distances."""
+    """The angles by which attention rotates each head's pairs (i, i + head_dim / 2): position * frequency_i, so it sees only distances."""
 
     def __init__(self, head_dim: int, rope: RopeConfig, device: torch.device) -> None:
         self.inv_freq = inverse_frequencies(head_dim, rope).to(device)  # [head_dim / 2] float32
@@ -82,6 +82,12 @@ class RotaryEmbedding:
         angles = positions.float().unsqueeze(1) * self.inv_freq
         cos, sin = angles.cos(), angles.sin()
         return torch.cat((cos, cos), 1).unsqueeze(1).to(dtype), torch.cat((-sin, sin), 1).unsqueeze(1).to(dtype)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """[n, 2 * size] → [n, size]: silu(gate) * up, in place on gate."""
+    gate, up = gate_up.chunk(2, 1)
+    return F.silu(gate, inplace=True).mul_(up)
 
 
 def inverse_frequencies(head_dim: int, rope: RopeConfig) -> Tensor:

@@ -1,4 +1,5 @@
-"""Matrix products on CPU with a weight laid out for the kernel that reads it: float32, or bfloat16 on processors that have it (AVX-512).
+"""Matrix products on CPU by torch's oneDNN, where the C kernels (cpu_kernels.py) are not: bfloat16 on processors that have it, or no
+compiler. The weight is laid out for the kernel that reads it.
 
 A kernel maps x [n, input_size] to x W^T + b. It holds the weight in the library's own layout; the plain one is not needed any more.
 

@@ -23,7 +23,7 @@ from mini_engine.step import GrammarOutput, KVCacheConfig, ModelRunnerOutput, Sc
 from mini_engine.wire.messages import LogprobsTensors
 from mini_engine.worker.input_batch import InputBatch
 
-DUMMY_BLOCK_SIZE = 16
+DUMMY_BLOCK_SIZE = 16  #: of dummy_run's own cache: one that every attention takes
 PROMPT_LOGPROBS_TILE = 128  #: prompt positions whose logits are in memory at once
 
 
@@ -103,7 +103,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def dummy_run(self, num_tokens: int) -> None:
-        """A step of `num_tokens` that writes only the null block: for warm-up, and to see what a step takes in memory."""
+        """A step of `num_tokens` in one block of its own, thrown away after: for warm-up, and to see what a step takes in memory."""
         attention = self.model.attention_backend(DUMMY_BLOCK_SIZE)
         lens, positions = np.array([num_tokens]), np.arange(num_tokens)
         block_table = np.zeros((1, -(-num_tokens // DUMMY_BLOCK_SIZE)), np.int32)

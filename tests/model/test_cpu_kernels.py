@@ -19,13 +19,14 @@ from mini_engine.config import EngineConfig, Quantization
 from mini_engine.exceptions import VLLMValidationError
 from mini_engine.model import build_kernels, cpu_kernels
 from mini_engine.model.config import ModelConfig
-from mini_engine.model.cpu_attention import CPUAttentionBackend
-from mini_engine.model.cpu_kernels import CpuKernels, CpuLinear, HugePages
-from mini_engine.model.int8_linear import Int8Linear
+from mini_engine.model.cpu_attention import GROUP, MAX_HEAD_DIM, CPUAttentionBackend
+from mini_engine.model.cpu_kernels import CPUKernels, CPULinear, HugePages
+from mini_engine.model.int8_linear import MAX_INPUTS, TERMS, Int8Linear
 from mini_engine.model.layers import RMSNorm
 from mini_engine.model.loader import load_model
 from mini_engine.worker import worker
 from mini_engine.worker.worker import Worker
+from tests.model.conftest import activations, exact
 from tests.model.paged import dense_logits
 from tests.tiny_model import FAMILIES, Family, make_tiny_model
 from tools.quality import TEXT, measure
@@ -42,45 +43,34 @@ def here() -> list[str]:
     return [name for name, flag in INSTRUCTION_SETS.items() if not flag or flag in flags] + [AVOID_FMA] * ("fma" in flags)
 
 
+def flags_for(name: str) -> list[str]:
+    if name == AVOID_FMA:
+        return [AVOID_FMA, *build_kernels.FLAGS]
+    return [f"-march={name}" if flag == "-march=native" else flag for flag in build_kernels.FLAGS]
+
+
 @pytest.fixture(scope="module", params=here())
-def each(request: pytest.FixtureRequest, kernels: CpuKernels) -> CpuKernels:
+def each(request: pytest.FixtureRequest, kernels: CPUKernels) -> CPUKernels:
     """The kernels as a processor with no more than these instructions gets them."""
-    if request.param == "native":
-        return kernels
-    flags = [f"-march={request.param}" if flag == "-march=native" else flag for flag in build_kernels.FLAGS]
-    if request.param == AVOID_FMA:
-        flags = [AVOID_FMA, *build_kernels.FLAGS]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build_kernels, "FLAGS", flags)
-        return CpuKernels(build_kernels.build(build_kernels.compiler()))
+        patch.setattr(build_kernels, "FLAGS", flags_for(request.param))
+        return CPUKernels(build_kernels.build(build_kernels.compiler()))
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def activations(rows: int, inputs: int, seed: int) -> Tensor:
-    """With outliers, as a decoder's are; of several rows one is all zeros."""
-    x = random(rows, inputs, seed=seed)
-    x[:, seed % inputs] *= 50
-    x[1:2] = 0
-    return x
-
-
-def linear(kernels: CpuKernels, weight: Tensor, bias: Tensor | None = None, quantization: Quantization = "none") -> CpuLinear:
-    kind = Int8Linear if quantization == "int8" else CpuLinear
-    return kind(kernels, HugePages(CpuLinear.most_bytes(weight)), weight, bias)
-
-
-def exact(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+def linear(kernels: CPUKernels, weight: Tensor, bias: Tensor | None = None, quantization: Quantization = "none") -> CPULinear:
+    kind = Int8Linear if quantization == "int8" else CPULinear
+    return kind(kernels, HugePages(CPULinear.most_bytes(weight)), weight, bias)
 
 
 SHAPES = {"rows": st.integers(1, 40), "outputs": st.integers(1, 130), "inputs": st.integers(1, 70), "with_bias": st.booleans()}
 
 
 @given(**SHAPES, accumulate=st.booleans())
-def test_linear_is_exact(each: CpuKernels, rows: int, outputs: int, inputs: int, with_bias: bool, accumulate: bool) -> None:
+def test_linear_is_exact(each: CPUKernels, rows: int, outputs: int, inputs: int, with_bias: bool, accumulate: bool) -> None:
     """Any number of rows, and outputs that do not fill a panel. A row alone has the same bits as in the crowd."""
     x, weight = activations(rows, inputs, 1), random(outputs, inputs, seed=2)
     bias, before = random(outputs, seed=3) if with_bias else None, random(rows, outputs, seed=4)
@@ -91,31 +81,60 @@ def test_linear_is_exact(each: CpuKernels, rows: int, outputs: int, inputs: int,
     assert torch.equal(torch.cat(alone), y)
 
 
-@given(**SHAPES)
-def test_int8_is_within_its_rounding(each: CpuKernels, rows: int, outputs: int, inputs: int, with_bias: bool) -> None:
+def check_int8(kernels: CPUKernels, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """|error| <= sum |x| * half a weight step + sum |w| * half a step of the second activation term, and float32's own rounding."""
-    x, weight = activations(rows, inputs, 2), random(outputs, inputs, seed=5)
-    bias = random(outputs, seed=3) if with_bias else None
-    kernel = linear(each, weight, bias, "int8")
+    kernel = linear(kernels, weight, bias, "int8")
     expected, y = exact(x, weight, bias), kernel(x)
     weight_step, activation_step = weight.double().abs().amax(1) / 127, x.double().abs().amax(1) / LEVELS / (2 * LEVELS)
     bound = x.double().abs().sum(1)[:, None] * weight_step / 2
-    bound += activation_step[:, None] / 2 * (weight.double().abs().sum(1) + inputs * weight_step)
-    assert ((y.double() - expected).abs() <= bound * 1.01 + 1e-5 * expected.abs().amax() + 1e-5).all()
-    assert torch.equal(torch.cat([kernel(row[None]) for row in x]), y)
+    bound += activation_step[:, None] / 2 * (weight.double().abs().sum(1) + weight.shape[1] * weight_step)
+    error = (y.double() - expected).abs()
+    assert (error <= bound * 1.01 + 1e-5 * expected.abs().amax() + 1e-6).all()
+    assert torch.equal(torch.cat([kernel(row[None]) for row in x]), y)  # a row does not depend on its neighbours
+    return error
 
 
-def test_int8_has_the_same_bits_on_every_processor(each: CpuKernels, kernels: CpuKernels) -> None:
-    """Whole numbers are added up, whatever adds them; and the largest activation times the largest weight, twice, fits in 16 bits."""
+@given(**SHAPES, scale=st.sampled_from([1e-3, 1.0, 1e4]))
+def test_int8_is_within_its_rounding(each: CPUKernels, rows: int, outputs: int, inputs: int, with_bias: bool, scale: float) -> None:
+    """`scale`: of all rows but the first."""
+    x = activations(rows, inputs, 2)
+    x[1:] *= scale
+    check_int8(each, x, random(outputs, inputs, seed=5), random(outputs, seed=3) if with_bias else None)
+
+
+@pytest.mark.parametrize("inputs", [1536, 8192])
+def test_int8_of_a_real_size(each: CPUKernels, inputs: int) -> None:
+    """Far from zero on average: the sums that take the weights' 128 out are larger than float32 holds exactly."""
+    error = check_int8(each, activations(5, inputs, 2) + 2, random(40, inputs, seed=5), None)
+    assert error.max() > 0  # it is not the exact kernel under another name
+
+
+def test_int8_is_the_same_on_every_processor(each: CPUKernels, kernels: CPUKernels) -> None:
+    """Whole numbers are added up, whatever adds them (the scaling after them may be contracted); and the largest activation times the
+    largest weight, twice, fits in 16 bits."""
     for x, weight in ((activations(9, 67, 6), random(40, 67, seed=7)), (torch.ones(2, 64), torch.ones(16, 64))):
         y = linear(each, weight, None, "int8")(x)
         torch.testing.assert_close(y, linear(kernels, weight, None, "int8")(x), rtol=1e-6, atol=0)
     torch.testing.assert_close(y, torch.full((2, 16), 64.0))
 
 
+def test_int8_refuses_what_would_overflow(kernels: CPUKernels) -> None:
+    largest = torch.ones(1, MAX_INPUTS)
+    assert linear(kernels, largest, None, "int8")(largest).item() == pytest.approx(MAX_INPUTS)
+    with pytest.raises(VLLMValidationError, match=f"at most {MAX_INPUTS} inputs, this model has one of {MAX_INPUTS + 1}"):
+        linear(kernels, torch.ones(1, MAX_INPUTS + 1), None, "int8")
+
+
+def test_constants_are_those_of_the_c_files() -> None:
+    """Another GROUP would overrun the cache, another TERMS the scratch."""
+    text = "".join(path.read_text() for path in build_kernels.CSRC.glob("*.[ch]"))
+    for name, value in (("GROUP", GROUP), ("MAX_HEAD_DIM", MAX_HEAD_DIM), ("TERMS", TERMS), ("LEVELS", LEVELS)):
+        assert re.findall(rf"\b{name} = (\d+),", text) == [str(value)]
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_what_is_not_finite_stays_so_and_in_its_row(each: CpuKernels, quantization: Quantization, bad: float) -> None:
+def test_what_is_not_finite_stays_so_and_in_its_row(each: CPUKernels, quantization: Quantization, bad: float) -> None:
     x, kernel = random(5, 24, seed=8), linear(each, random(40, 24, seed=9), None, quantization)
     before = kernel(x)
     x[2, 7] = bad
@@ -125,14 +144,14 @@ def test_what_is_not_finite_stays_so_and_in_its_row(each: CpuKernels, quantizati
 
 
 @given(rows=st.integers(1, 20), size=st.integers(1, 80), scale=st.sampled_from([1e-6, 1.0, 1e4]))
-def test_rms_norm(each: CpuKernels, rows: int, size: int, scale: float) -> None:
+def test_rms_norm(each: CPUKernels, rows: int, size: int, scale: float) -> None:
     x, weight = random(rows, size, seed=10) * scale, random(size, seed=11)
     expected = torch.nn.functional.rms_norm(x.double(), (size,), weight.double(), 1e-5)
     torch.testing.assert_close(each.rms_norm(x, weight, 1e-5).double(), expected, rtol=2e-6, atol=1e-7)
 
 
 @given(rows=st.integers(1, 20), size=st.integers(1, 80), scale=st.sampled_from([1e-6, 1.0, 30.0, 1e5, 1e30]))
-def test_silu_and_mul(each: CpuKernels, rows: int, size: int, scale: float) -> None:
+def test_silu_and_mul(each: CPUKernels, rows: int, size: int, scale: float) -> None:
     gate, up = random(rows, size, seed=12) * scale, random(rows, size, seed=13)
     expected = torch.nn.functional.silu(gate.double()) * up
     torch.testing.assert_close(each.silu_and_mul(torch.cat((gate, up), 1)).double(), expected, rtol=1e-6, atol=1e-30)
@@ -147,7 +166,7 @@ def shape(num_kv_heads: int, shared: int, head_dim: int) -> ModelConfig:
 
 @given(data=st.data(), num_kv_heads=st.integers(1, 3), shared=st.integers(1, 15), head_dim=st.sampled_from([16, 48, 64, 256]))
 @settings(max_examples=25)
-def test_attention(each: CpuKernels, data: st.DataObject, num_kv_heads: int, shared: int, head_dim: int) -> None:
+def test_attention(each: CPUKernels, data: st.DataObject, num_kv_heads: int, shared: int, head_dim: int) -> None:
     """A request in chunks beside another, with q/k norm or without: the same bits as whole and alone, and close to softmax(q k / sqrt(d)) v
     in float64. NaN where nothing is."""
     config, num_tokens = shape(num_kv_heads, shared, head_dim), data.draw(st.integers(1, 150), label="num_tokens")
@@ -195,7 +214,7 @@ def test_attention(each: CpuKernels, data: st.DataObject, num_kv_heads: int, sha
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
-def test_int8_model_is_close_to_the_exact_one(kernels: CpuKernels, tmp_path: Path, family: Family, tied: bool) -> None:
+def test_int8_model_is_close_to_the_exact_one(kernels: CPUKernels, tmp_path: Path, family: Family, tied: bool) -> None:
     """With biases (qwen2), and with an embedding that is the head too: the head is packed, the embedding stays exact."""
     make_tiny_model(tmp_path, family, tie_word_embeddings=tied)
     sequence = torch.randint(3, 256, (60,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -219,7 +238,7 @@ def test_int8_on_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.model
-def test_int8_costs_little_quality(kernels: CpuKernels) -> None:
+def test_int8_costs_little_quality(kernels: CPUKernels) -> None:
     """On the committed text; measured when this was written: perplexity 25.78 → 26.0, 93 % the same likeliest token."""
     result = measure(EngineConfig().model, TEXT.read_text(encoding="utf-8"), "int8", num_threads=1)
     assert result["tokens"] > 800
@@ -269,7 +288,7 @@ def test_without_a_compiler_torch_goes_on(
         load_model(tmp_path, quantization="int8")
 
 
-def test_two_processes_build_at_once_and_then_nobody(kernels: CpuKernels, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_build_at_once_and_then_nobody(kernels: CPUKernels, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each gets a whole library; it stays for as long as source, flags and compiler are the same, and is built anew when it is broken."""
     code = "from mini_engine.model import cpu_kernels; import sys; sys.exit(cpu_kernels.load() is None)"
     processes = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) for _ in range(2)]
@@ -289,14 +308,15 @@ def test_two_processes_build_at_once_and_then_nobody(kernels: CpuKernels, cache:
     assert other.stat().st_size > 10_000
 
 
-def test_they_compile_without_a_warning(each: CpuKernels, tmp_path: Path) -> None:
-    flags = (*build_kernels.FLAGS, "-Wall", "-Wextra", "-Wshadow", "-Werror")
+@pytest.mark.parametrize("name", here())
+def test_they_compile_without_a_warning(kernels: CPUKernels, name: str, tmp_path: Path) -> None:
+    flags = (*flags_for(name), "-Wall", "-Wextra", "-Wshadow", "-Werror")
     for source in build_kernels.CSRC.glob("*.c"):
         run = subprocess.run([*build_kernels.compiler(), *flags, "-c", source, "-o", tmp_path / "x.o"], capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
 
 
-def test_there_is_one_openmp(kernels: CpuKernels) -> None:
+def test_there_is_one_openmp(kernels: CPUKernels) -> None:
     """Two would keep two teams of threads on the same cores."""
     code = "import torch; from mini_engine.model import cpu_kernels; cpu_kernels.load(); print(open('/proc/self/maps').read())"
     maps = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout

@@ -8,6 +8,7 @@ import torch
 from mini_engine.model import linear_kernels
 from mini_engine.model.layers import Linear
 from mini_engine.model.linear_kernels import packed_kernel
+from tests.model.conftest import activations, exact
 
 
 def layer(outputs: int, inputs: int, bias: bool) -> Linear:
@@ -21,8 +22,8 @@ def layer(outputs: int, inputs: int, bias: bool) -> Linear:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 16, 16), (3, 40, 24), (32, 96, 64), (300, 17, 33)])
 def test_packed_float32_is_exact(rows: int, outputs: int, inputs: int, bias: bool) -> None:
-    linear, x = layer(outputs, inputs, bias), torch.randn(rows, inputs, generator=torch.Generator().manual_seed(1))
-    expected = torch.nn.functional.linear(x.double(), linear.weight.double(), None if linear.bias is None else linear.bias.double())
+    linear, x = layer(outputs, inputs, bias), activations(rows, inputs, 1)
+    expected = exact(x, linear.weight, linear.bias)
     linear.pack(packed_kernel)
     assert linear.kernel is not None and linear.weight.numel() == 0
     torch.testing.assert_close(linear(x).double(), expected, rtol=1e-5, atol=1e-4)
@@ -37,7 +38,7 @@ def test_missing_operators_are_said_and_survived(monkeypatch: pytest.MonkeyPatch
 
     linear_kernels._has_packed_linear.cache_clear()
     monkeypatch.setattr(torch.ops, "mkldnn", NoOperators())
-    linear, x = layer(16, 16, True), torch.ones(2, 16)
+    linear, x = layer(16, 16, True), activations(2, 16, 3)
     expected = linear(x)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):

@@ -52,8 +52,8 @@ def test_passes_with_nothing_but_the_named_packages(before: str) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        "from mini_engine.model import attention\nattention.rotate_ = lambda x, cos, sin: None",
-        "from mini_engine.model.attention import SDPABackend\nold = SDPABackend.build\n"
+        "from mini_engine.model import sdpa_attention\nsdpa_attention.rotate_ = lambda x, cos, sin: None",
+        "from mini_engine.model.sdpa_attention import SDPABackend\nold = SDPABackend.build\n"
         "SDPABackend.build = lambda self, rows, lens, contexts, positions, table: old(self, rows, lens, contexts, positions // 2, table)",
     ],
     ids=["no-rotary", "wrong-slots"],

@@ -9,13 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mini_engine.model import attention
+from mini_engine.config import EngineConfig, Quantization
+from mini_engine.model import cpu_kernels, sdpa_attention
 from mini_engine.model.decoder import Decoder
+from mini_engine.model.loader import load_model
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.scheduler.request import RequestStatus
 from mini_engine.step import CachedRequestData, KVCacheConfig, NewRequestData, SchedulerOutput
 from mini_engine.worker import model_runner
 from mini_engine.worker.model_runner import ModelRunner
+from tests.not_run import not_run
 from tests.tiny_model import FAMILIES, Family, reference_greedy
 from tests.worker.conftest import Engine, TinyModel
 
@@ -48,6 +51,40 @@ def test_crowd_on_a_tiny_pool_equals_transformers(family: Family, make_engine: M
     assert any(new.num_computed_tokens > 0 for step in engine.steps for new in step.scheduled_new_reqs), "no prefix hit"
     assert any(set(step.num_scheduled_tokens) - set(step.sampled_req_ids) for step in engine.steps), "no prompt was cut in chunks"
     assert engine.runner.batch.num_reqs == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_crowd_on_the_c_kernels_has_the_bits_of_each_alone(
+    quantization: Quantization, depth: int, tiny_models: dict[Family, TinyModel]
+) -> None:
+    """As it is served, float32 in blocks of 16: tokens and logprobs are not close but equal, through chunks, preemption and prefix hits."""
+    if cpu_kernels.load() is None:
+        not_run("downloads", "no C compiler here (CC, cc) that builds the kernels; torch's operators are tested")
+    model = load_model(tiny_models["qwen3"].directory, quantization=quantization)
+
+    def run(cases: dict[str, list[int]], num_blocks: int, depth: int = 1) -> Engine:
+        engine = Engine(model, num_blocks, EngineConfig(max_num_seqs=8, max_num_batched_tokens=48, check=True), depth)
+        for req_id, prompt in cases.items():
+            engine.add(req_id, prompt, max_tokens=40, logprobs=2, ignore_eos=True)
+        engine.run()
+        return engine
+
+    def logprobs(engine: Engine, req_id: str) -> list[list[float]]:
+        return [row for output in engine.outputs[req_id] if output.new_logprobs for row in output.new_logprobs.logprobs.tolist()]
+
+    shared = prompts(7, [33])[0]
+    cases = {
+        f"r{i}": shared[:keep] + tail for i, (keep, tail) in enumerate(zip([33, 32, 0, 33, 16], prompts(8, [5, 1, 70, 9, 3]), strict=True))
+    }
+    crowd = run(cases, num_blocks=13, depth=depth)
+    for req_id, prompt in cases.items():
+        alone = run({req_id: prompt}, num_blocks=64)
+        assert crowd.tokens(req_id) == alone.tokens(req_id) and len(crowd.tokens(req_id)) == 40
+        assert logprobs(crowd, req_id) == logprobs(alone, req_id)
+    assert crowd.num_preempted > 0
+    assert any(new.num_computed_tokens > 0 for step in crowd.steps for new in step.scheduled_new_reqs), "no prefix hit"
+    assert any(set(step.num_scheduled_tokens) - set(step.sampled_req_ids) for step in crowd.steps), "no prompt was cut in chunks"
 
 
 @given(data=st.data())
@@ -241,7 +278,7 @@ def test_sampling_metadata_is_kept_while_the_batch_stays(make_engine: MakeEngine
 def test_no_tensor_is_left_on_the_cpu(family: Family, tiny_models: dict[Family, TinyModel], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU: on torch's meta device every operator checks that its tensors are all on one device, as on CUDA. Prefill, chunks,
     decode, penalties, processors, random rows; not what looks at values (filters, logprobs)."""
-    for limits in (attention.GATHER_BYTES, attention.WASTE_BYTES):
+    for limits in (sdpa_attention.GATHER_BYTES, sdpa_attention.WASTE_BYTES):
         monkeypatch.setitem(limits, "meta", limits["cuda"])
     model = Decoder(tiny_models[family].model.config, torch.bfloat16, "meta")
     model.pack()

@@ -19,6 +19,7 @@ from mini_engine.exceptions import VLLMValidationError
 from mini_engine.executor.abstract import Executor
 from mini_engine.executor.uniproc import UniProcExecutor
 from mini_engine.model.decoder import Decoder
+from mini_engine.model.sdpa_attention import SDPABackend
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.step import CachedRequestData, KVCacheConfig, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from mini_engine.worker import worker
@@ -94,8 +95,10 @@ def test_everything_runs_on_one_thread(model_dir: Path, monkeypatch: pytest.Monk
 
     spy(worker, "load_model")
     spy(torch, "set_num_threads")
-    for name in ("forward", "compute_logits", "attention_backend"):
+    for name in ("forward", "compute_logits"):
         spy(Decoder, name)
+    for name in ("new_kv_caches", "build"):
+        spy(SDPABackend, name)  # block_size 4 is its
     executor = UniProcExecutor(EngineConfig(model=str(model_dir), num_threads=1, block_size=4))
     spy(executor.worker.runner.sampler, "forward")
     executor.determine_num_available_blocks(executor.get_kv_cache_spec())
@@ -103,7 +106,7 @@ def test_everything_runs_on_one_thread(model_dir: Path, monkeypatch: pytest.Monk
     executor.execute_model(first_step())
     executor.sample_tokens(None)
     executor.shutdown()
-    assert {name for name, _ in seen} == {"load_model", "set_num_threads", "forward", "compute_logits", "attention_backend"}
+    assert {name for name, _ in seen} == {"load_model", "set_num_threads", "forward", "compute_logits", "new_kv_caches", "build"}
     assert {thread for _, thread in seen} == {"core-worker"}
 
 

@@ -7,11 +7,13 @@
 //      V  [GROUP][head_dim]
 //
 // The query rows of a tile are some tokens of one request times the heads that share a KV head, so each K and V that is loaded serves
-// them all. Softmax runs along (max and sum so far, as in flash attention), KEYS tokens at a time from position 0, whoever asks.
+// them all. Softmax runs along (max and sum so far, as in flash attention), KEYS tokens at a time from position 0, whatever tile or chunk a
+// token is in: so its sums are added in the same order.
 //
 // Stands at form 6 of a request.    vLLM: csrc/cpu/cpu_attn_impl.hpp, csrc/cpu/pos_encoding.cpp
 
 #include <string.h>
+#include "layers.h"
 #include "vectors.h"
 
 enum {
@@ -30,8 +32,7 @@ typedef struct {
     int threads;
 } Step;
 
-void rms_norm_row(const float *x, const float *weight, float *y, long size, float eps);
-
+// Where kv_head keeps K [head_dim][GROUP] of the GROUP slots around `position`, and behind it V [GROUP][head_dim].
 INLINE float *kv_of(const Step *s, float *cache, long row, long position, long kv_head) {
     const long block = s->block_table[row * s->table_width + position / s->block_size];
     const long slot = block * s->block_size + position % s->block_size;
@@ -62,8 +63,8 @@ static void write_token(const Step *s, long token, float *qkv, const float *norm
     }
 }
 
+// Row r is token r / heads of the tile, head r % heads. weights[r][j] is for position first + j, j in [0, KEYS).
 typedef struct {
-    int rows;
     float q[MAX_TILE][MAX_HEAD_DIM];     // scaled
     float sums[MAX_TILE][MAX_HEAD_DIM];  // weights times values so far
     float max[MAX_TILE], total[MAX_TILE];
@@ -71,8 +72,9 @@ typedef struct {
     float weights[MAX_TILE][KEYS];       // scores, then weights
 } Tile;
 
-// Asks for what is read next on the way: this group's values, and the next group's keys. Blocks lie anywhere, nobody else could know.
-INLINE void scores(const int rows, Tile *t, long size, const float *keys, const float *next_keys, long first) {
+// Scores of GROUP keys [head_dim][GROUP], to weights[r][at]. Asks for what is read next on the way, this group's values and the next
+// group's keys: blocks lie anywhere, nobody else could know.
+INLINE void scores(const int rows, Tile *t, long size, const float *keys, const float *next_keys, long at) {
     group sums[MAX_TILE] = {0};
     for (long i = 0; i < size; i++) {
         __builtin_prefetch(keys + (size + i) * GROUP, 0, 2);
@@ -81,18 +83,18 @@ INLINE void scores(const int rows, Tile *t, long size, const float *keys, const 
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) sums[r] += k * t->q[r][i];
     }
-    for (int r = 0; r < rows; r++) *(group *)(t->weights[r] + first) = sums[r];
+    for (int r = 0; r < rows; r++) *(group *)(t->weights[r] + at) = sums[r];
 }
 
-// sums += weights times the values of `count` tokens, for GROUP of the head's numbers. A token that a row must not see weighs 0: nothing,
-// as long as its values are finite.
-INLINE void weigh(const int rows, Tile *t, long size, const float *values, long first, long count, long column) {
+// sums += weights[r][at + j] times values [j][head_dim], j in [0, count), for GROUP of the head's numbers from `column`. A token that a row
+// must not see weighs 0: nothing, as long as its values are finite.
+INLINE void weigh(const int rows, Tile *t, long size, const float *values, long at, long count, long column) {
     group sums[MAX_TILE];
     for (int r = 0; r < rows; r++) sums[r] = *(group *)(t->sums[r] + column);
     for (long j = 0; j < count; j++) {
         const group v = *(const group *)(values + j * size + column);
 #pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) sums[r] += v * t->weights[r][first + j];
+        for (int r = 0; r < rows; r++) sums[r] += v * t->weights[r][at + j];
     }
     for (int r = 0; r < rows; r++) *(group *)(t->sums[r] + column) = sums[r];
 }
@@ -100,7 +102,7 @@ INLINE void weigh(const int rows, Tile *t, long size, const float *values, long 
 // Scores of `count` keys from `first` to weights e^(score - max); what was summed under a smaller max is scaled down.
 static void softmax_row(Tile *t, int r, long first, long count, long size) {
     float *weights = t->weights[r];
-    const long seen = t->context[r] - first, end = (count + GROUP - 1) / GROUP * GROUP;
+    const long seen = t->context[r] - first, end = (count + GROUP - 1) / GROUP * GROUP;  // [0, count) and up to whole groups
     for (long j = seen > 0 ? seen : 0; j < end; j++) weights[j] = -INFINITY;  // its weight is an exact 0
     group largest = (group){} + t->max[r];
     for (long j = 0; j < end; j += GROUP) largest = blend(*(group *)(weights + j) > largest, *(group *)(weights + j), largest);
@@ -109,64 +111,56 @@ static void softmax_row(Tile *t, int r, long first, long count, long size) {
     const float scale = expf(t->max[r] - max);
     group total = {0};
     for (long j = 0; j < end; j += GROUP) {
-        const group weight = exp_group(*(group *)(weights + j) - max);
-        *(group *)(weights + j) = weight;
-        total += weight;
+        *(group *)(weights + j) = exp_group(*(group *)(weights + j) - max);
+        total += *(group *)(weights + j);
     }
     t->max[r] = max;
     t->total[r] = t->total[r] * scale + sum_group(total);
     for (long i = 0; i < size; i++) t->sums[r][i] *= scale;
 }
 
-static void attend(const Step *s, Tile *t, float *cache, long row, long kv_head, long context) {
-    const long size = s->head_dim;
-    const float *next = kv_of(s, cache, row, 0, kv_head);
-    for (int r = 0; r < t->rows; r++) {
-        t->max[r] = -INFINITY, t->total[r] = 0;
-        memset(t->sums[r], 0, size * sizeof *t->sums[r]);
+// Heads [head, head + heads), all of kv_head, of tokens [token, token + tokens), neighbours in one request.
+static void attend(
+    const Step *s, const float *qkv, float *cache, float *out, long token, long tokens, long head, long heads, long kv_head
+) {
+    const long size = s->head_dim, width = (s->num_heads + 2 * s->num_kv_heads) * size, row = s->rows[token];
+    const long context = s->positions[token + tokens - 1] + 1;  // of the last token, the longest
+    const int rows = (int)(tokens * heads);
+    Tile t;  // some 30 KB, of which the used part is filled
+    for (int r = 0; r < rows; r++) {
+        const float *q = qkv + (token + r / heads) * width + (head + r % heads) * size;
+        for (long i = 0; i < size; i++) t.q[r][i] = q[i] / sqrtf((float)size);
+        memset(t.sums[r], 0, size * sizeof *t.sums[r]);
+        t.max[r] = -INFINITY, t.total[r] = 0;
+        t.context[r] = s->positions[token + r / heads] + 1;
     }
+    const float *next = kv_of(s, cache, row, 0, kv_head);
     for (long first = 0; first < context; first += KEYS) {
         const long count = context - first < KEYS ? context - first : KEYS;
         for (long j = 0; j < count; j += GROUP) {
             const float *keys = next;
             if (first + j + GROUP < context) next = kv_of(s, cache, row, first + j + GROUP, kv_head);
-#define SCORES(constant) scores(constant, t, size, keys, next, j)
-            WITH_CONSTANT(t->rows, MAX_TILE, SCORES);
+#define SCORES(constant) scores(constant, &t, size, keys, next, j)
+            WITH_CONSTANT(rows, MAX_TILE, SCORES);
         }
-        for (int r = 0; r < t->rows; r++) softmax_row(t, r, first, count, size);
+        for (int r = 0; r < rows; r++) softmax_row(&t, r, first, count, size);
         for (long j = 0; j < count; j += GROUP) {
             const float *values = kv_of(s, cache, row, first + j, kv_head) + GROUP * size;
-            const long tokens = count - j < GROUP ? count - j : GROUP;
+            const long left = count - j < GROUP ? count - j : GROUP;
             for (long column = 0; column < size; column += GROUP) {
-#define WEIGH(constant) weigh(constant, t, size, values, j, tokens, column)
-                WITH_CONSTANT(t->rows, MAX_TILE, WEIGH);
+#define WEIGH(constant) weigh(constant, &t, size, values, j, left, column)
+                WITH_CONSTANT(rows, MAX_TILE, WEIGH);
             }
         }
     }
-}
-
-// Heads [head, head + heads) of tokens [token, token + tokens), neighbours in one request.
-static void attend_tile(
-    const Step *s, const float *qkv, float *cache, float *out, long token, long tokens, long head, long heads, long kv_head
-) {
-    const long size = s->head_dim, width = (s->num_heads + 2 * s->num_kv_heads) * size;
-    const float scale = 1 / sqrtf((float)size);
-    Tile t;  // some 30 KB, of which the used part is filled
-    t.rows = (int)(tokens * heads);
-    for (int r = 0; r < t.rows; r++) {
-        const float *q = qkv + (token + r / heads) * width + (head + r % heads) * size;
-        for (long i = 0; i < size; i++) t.q[r][i] = q[i] * scale;
-        t.context[r] = s->positions[token + r / heads] + 1;
-    }
-    attend(s, &t, cache, s->rows[token], kv_head, s->positions[token + tokens - 1] + 1);
-    for (int r = 0; r < t.rows; r++) {
+    for (int r = 0; r < rows; r++) {
         float *to = out + ((token + r / heads) * s->num_heads + head + r % heads) * size;
         for (long i = 0; i < size; i++) to[i] = t.sums[r][i] / t.total[r];
     }
 }
 
-// qkv [num_tokens][num_heads + 2 num_kv_heads][head_dim] → out [num_tokens][num_heads][head_dim]. All of the step is written before any
-// of it is read: a request that hits the prefix another one computes in the same step reads finished KV.
+// qkv [num_tokens][num_heads + 2 num_kv_heads][head_dim], overwritten → out [num_tokens][num_heads][head_dim]. All of the step is written
+// before any of it is read: a request that hits the prefix another one computes in the same step reads finished KV.
 void attention(const Step *s, float *qkv, const float *norm, float *cache, float *out) {
     const long size = s->head_dim, width = (s->num_heads + 2 * s->num_kv_heads) * size, shared = s->num_heads / s->num_kv_heads;
     const long heads_per_tile = shared < MAX_TILE ? shared : MAX_TILE, tokens_per_tile = MAX_TILE / heads_per_tile;
@@ -177,13 +171,14 @@ void attention(const Step *s, float *qkv, const float *norm, float *cache, float
 #pragma omp for collapse(2) schedule(dynamic)
         for (long token = 0; token < s->num_tokens; token++)
             for (long kv_head = 0; kv_head < s->num_kv_heads; kv_head++) {
+                // A tile starts where position % tokens_per_tile is 0, or at a request's first token: so each turn knows alone
                 const long row = s->rows[token], position = s->positions[token];
-                if (token > 0 && s->rows[token - 1] == row && position % tokens_per_tile) continue;  // in the tile of one before
+                if (token > 0 && s->rows[token - 1] == row && position % tokens_per_tile) continue;
                 long tokens = 1;
                 while (token + tokens < s->num_tokens && s->rows[token + tokens] == row && (position + tokens) % tokens_per_tile) tokens++;
                 for (long head = kv_head * shared; head < (kv_head + 1) * shared; head += heads_per_tile) {
                     const long left = (kv_head + 1) * shared - head, heads = left < heads_per_tile ? left : heads_per_tile;
-                    attend_tile(s, qkv, cache, out, token, tokens, head, heads, kv_head);
+                    attend(s, qkv, cache, out, token, tokens, head, heads, kv_head);
                 }
             }
     }

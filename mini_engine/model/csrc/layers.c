@@ -2,6 +2,7 @@
 //
 // Stands at form 6 of a request.    vLLM: csrc/cpu/layernorm.cpp, csrc/cpu/activation.cpp
 
+#include "layers.h"
 #include "vectors.h"
 
 enum { ROWS_FOR_THREADS = 8 };
@@ -16,6 +17,7 @@ void rms_norm_row(const float *x, const float *weight, float *y, long size, floa
     for (i = 0; i < size; i++) y[i] = x[i] * scale * weight[i];
 }
 
+// x, y [n][size], weight [size]
 void rms_norm(const float *x, const float *weight, float *y, long n, long size, float eps, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (n >= ROWS_FOR_THREADS)
     for (long row = 0; row < n; row++) rms_norm_row(x + row * size, weight, y + row * size, size, eps);

@@ -1,8 +1,8 @@
-// The matrix products in float32, nine tenths of a step.
+// The matrix products in float32: most of a step.
 //
 //      panel p   [in][PANEL]   w[i][j] = W[p * PANEL + j][i]; past W's last row: zeros
 //
-// Stands at form 6 of a request.    vLLM: csrc/cpu/sgl-kernels/gemm.cpp
+// Stands at form 6 of a request.    vLLM: csrc/cpu/dnnl_kernels.cpp; the panels: csrc/cpu/sgl-kernels/gemm.cpp
 
 #include "linear.h"
 
@@ -22,6 +22,7 @@ INLINE void tile_f32(const int rows, const float *x, long in, const float *panel
     for (int r = 0; r < rows; r++) store(to, row + r, (const float *)sums[r]);
 }
 
+// x [n][in], weight [panels] as above, bias [out] or null, y [n][out]
 void linear_f32(const float *x, long n, long in, const float *weight, const float *bias, float *y, long out, int accumulate, int threads) {
     const long panels = (out + PANEL - 1) / PANEL;
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -31,7 +32,6 @@ void linear_f32(const float *x, long n, long in, const float *weight, const floa
             const int rows = tile_rows(n - row, MAX_ROWS);
 #define TILE(constant) tile_f32(constant, x, in, weight + p * in * PANEL, &to, row)
             WITH_CONSTANT(rows, MAX_ROWS, TILE);
-#undef TILE
             row += rows;
         }
     }

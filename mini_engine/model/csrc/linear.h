@@ -23,6 +23,7 @@ INLINE Target target(float *y, const float *bias, long out, long panel, int accu
     return (Target){y + first, bias ? bias + first : 0, out, (int)width, accumulate};
 }
 
+// sums [PANEL]
 INLINE void store(const Target *to, long row, const float *sums) {
     float *y = to->y + row * to->stride;
     for (int j = 0; j < to->width; j++) y[j] = sums[j] + (to->bias ? to->bias[j] : 0) + (to->accumulate ? y[j] : 0);

@@ -19,7 +19,9 @@ enum {
     TERMS = 2,    // of an activation: its nearest level, and what that rounded away in units of scale / (2 * LEVELS)
 };
 
-// sums[j] + the product of weights[j]'s four unsigned bytes and the levels' four signed ones.
+// sums[j] + the product of weights[j]'s four unsigned bytes and the levels' four signed ones. The instructions multiply unsigned by signed,
+// so weights are stored as w + 128: the sum of (w + 128) * level is that of w * level, plus 128 times the sum of the levels, which
+// tile_i8 takes out again. VNNI adds four products in 32 bits; before it, two are added in 16 bits, then two of those in 32.
 INLINE ivec dot4(ivec sums, ivec weights, ivec levels) {
 #if defined __AVX512VNNI__
     return (ivec)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, (__m512i)levels);
@@ -33,10 +35,9 @@ INLINE ivec dot4(ivec sums, ivec weights, ivec levels) {
 #endif
 }
 
-// A row x [in] as TERMS rows of levels [in4] each, in4 = in rounded up to 4 with zeros. x ~ scale * (levels[0] + levels[1] / (2 LEVELS)).
-// *offset is what 128 in every weight adds to the sums, in units of scale.
-static void quantize_row(const float *x, long in, long in4, int8_t *levels, float *scale, float *offset) {
-    int32_t peak = 0, totals[TERMS] = {0, 0};  // the largest magnitude, compared as bits: NaN is above infinity, and not lost
+// A row x [in] as levels [TERMS][in4], zeros past `in`, and their sums [TERMS]. x ~ scale * (levels[0] + levels[1] / (2 * LEVELS)).
+static void quantize_row(const float *x, long in, long in4, int8_t *levels, float *scale, int32_t *totals) {
+    int32_t peak = 0;  // the largest magnitude, compared as bits: NaN is above infinity, and not lost
     for (long i = 0; i < in; i++) {
         int32_t bits;
         memcpy(&bits, x + i, 4);
@@ -46,7 +47,7 @@ static void quantize_row(const float *x, long in, long in4, int8_t *levels, floa
     memcpy(scale, &peak, 4);
     *scale = *scale < 1e-30f ? 1e-30f : *scale / LEVELS;  // a row of zeros stays one
     memset(levels, 0, TERMS * in4);
-    *offset = 0;
+    totals[0] = totals[1] = 0;
     if (!isfinite(*scale)) return;  // 0 times that is NaN
     for (long i = 0; i < in; i++) {
         const float exact = x[i] / *scale, nearest = rintf(exact), rest = rintf((exact - nearest) * (2 * LEVELS));
@@ -55,11 +56,11 @@ static void quantize_row(const float *x, long in, long in4, int8_t *levels, floa
         totals[0] += levels[i];
         totals[1] += levels[in4 + i];
     }
-    *offset = 128 * ((float)totals[0] + (float)totals[1] / (2 * LEVELS));
 }
 
+// levels [n][TERMS][in4], scales [n], totals [n][TERMS], panel [in4 / 4][PANEL][4], weight_scales [PANEL]
 INLINE void tile_i8(
-    const int rows, const int8_t *levels, const float *scales, const float *offsets, long in4, const uint8_t *panel,
+    const int rows, const int8_t *levels, const float *scales, const int32_t *totals, long in4, const uint8_t *panel,
     const float *weight_scales, const Target *to, long row
 ) {
     ivec sums[MAX_ROWS / TERMS][TERMS][VECTORS] = {0};
@@ -75,33 +76,37 @@ INLINE void tile_i8(
             }
     }
     for (int r = 0; r < rows; r++) {
-        const int32_t *first = (const int32_t *)sums[r][0], *rest = (const int32_t *)sums[r][1];
+        const int32_t *first = (const int32_t *)sums[r][0], *rest = (const int32_t *)sums[r][1], *total = totals + (row + r) * TERMS;
         float values[PANEL];
-        for (int j = 0; j < PANEL; j++)
-            values[j] = ((float)first[j] + (float)rest[j] / (2 * LEVELS) - offsets[row + r]) * scales[row + r] * weight_scales[j];
+        for (int j = 0; j < PANEL; j++) {
+            const float sum = (float)(first[j] - 128 * total[0]) + (float)(rest[j] - 128 * total[1]) / (2 * LEVELS);
+            values[j] = sum * scales[row + r] * weight_scales[j];
+        }
         store(to, row + r, values);
     }
 }
 
-// scratch: n * (TERMS * in4 + 8) bytes.
+// x [n][in], weight [panels] as above, weight_scales [panels * PANEL], bias [out] or null, y [n][out];
+// scratch: n * (TERMS * (in4 + 4) + 4) bytes for levels, scales and totals
 void linear_i8(
     const float *x, long n, long in, const uint8_t *weight, const float *weight_scales, const float *bias, float *y, long out,
     int accumulate, int8_t *scratch, int threads
 ) {
     const long panels = (out + PANEL - 1) / PANEL, in4 = (in + 3) / 4 * 4;
-    float *scales = (float *)(scratch + n * TERMS * in4), *offsets = scales + n;
+    float *scales = (float *)(scratch + n * TERMS * in4);
+    int32_t *totals = (int32_t *)(scales + n);
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
-        for (long row = 0; row < n; row++) quantize_row(x + row * in, in, in4, scratch + row * TERMS * in4, scales + row, offsets + row);
+        for (long row = 0; row < n; row++)
+            quantize_row(x + row * in, in, in4, scratch + row * TERMS * in4, scales + row, totals + row * TERMS);
 #pragma omp for schedule(static)
         for (long p = 0; p < panels; p++) {
             const Target to = target(y, bias, out, p, accumulate);
             for (long row = 0; row < n;) {
                 const int rows = tile_rows(n - row, MAX_ROWS / TERMS);
-#define TILE(constant) tile_i8(constant, scratch, scales, offsets, in4, weight + p * in4 * PANEL, weight_scales + p * PANEL, &to, row)
+#define TILE(constant) tile_i8(constant, scratch, scales, totals, in4, weight + p * in4 * PANEL, weight_scales + p * PANEL, &to, row)
                 WITH_CONSTANT(rows, MAX_ROWS / TERMS, TILE);
-#undef TILE
                 row += rows;
             }
         }

@@ -24,6 +24,8 @@ enum {
     GROUP = 16,               // tokens whose KV lies together, in one block or in a part of one
 };
 
+// aligned(4): may start at any float; may_alias: may look at an array of floats. `(group){} + x` is x in all lanes; a comparison gives ~0
+// or 0 for each lane. A group may be wider than a register: the compiler splits it.
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef float group __attribute__((vector_size(4 * GROUP), aligned(4), may_alias));
@@ -36,7 +38,8 @@ typedef int32_t unaligned_int __attribute__((aligned(1), may_alias));
 // Lane by lane: a where the comparison held, else b.
 INLINE group blend(igroup held, group a, group b) { return (group)(((igroup)a & held) | ((igroup)b & ~held)); }
 
-// e^x to about one unit in the last place: 2^n times a polynomial of what is left. Below -87.3 it is 0, above 88.3 infinity.
+// e^x to about one unit in the last place, after Cephes' expf: 2^n times a polynomial of what is left. Below -87.3 it is 0, above 88.3
+// infinity.
 INLINE group exp_group(group x) {
     const group shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: what is added rounds to an integer, in the low bits
     const group n = shifted - 12582912.0f;
@@ -47,7 +50,7 @@ INLINE group exp_group(group x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
-    const igroup power = ((igroup)shifted + (127 - 0x4B400000)) << 23;
+    const igroup power = ((igroup)shifted + (127 - 0x4B400000)) << 23;  // 0x4B400000: the bits of 1.5 * 2^23
     const group result = blend(x > 88.3f, (group){} + INFINITY, p * (group)power);
     return blend(x < -87.3f, (group){}, result);  // NaN is neither
 }
@@ -66,7 +69,7 @@ INLINE int tile_rows(long left, long most) {
     return (int)((left + tiles - 1) / tiles);
 }
 
-// F(1) to F(most) by the value of `rows`: inside, the number of rows is a constant.
+// F(1) to F(most) by the value of `rows`: inside it is a constant, so loops over rows are unrolled and their sums live in registers.
 #define CASE(constant, most, F) case constant: if (constant <= most) F(constant); break
 #define WITH_CONSTANT(rows, most, F) \
     switch (rows) { \
