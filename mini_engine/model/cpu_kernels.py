@@ -72,8 +72,7 @@ def load() -> CPUKernels | None:
         return CPUKernels(build(compiler()))
     # ValueError: the quotes in CC. RuntimeError: no home, no more threads. AttributeError: a library without our functions
     except (OSError, subprocess.SubprocessError, ValueError, RuntimeError, AttributeError) as e:
-        said = (getattr(e, "stderr", None) or b"").decode(errors="replace").strip()[-1000:]
-        logger.warning("no C kernels (torch's operators are slower): they need a gcc, as cc or in CC, and a writable cache: %s", said or e)
+        logger.warning("no C kernels, so torch's operators, which are slower: %s", (getattr(e, "stderr", b"") or b"").decode()[-1000:] or e)
         return None
 
 

@@ -56,8 +56,11 @@ class DefaultModelInfo:
 
 
 def cache_dir() -> Path:
-    """`$MINI_ENGINE_CACHE`, or `~/.cache/mini_engine`."""
-    return Path(os.environ.get("MINI_ENGINE_CACHE") or Path.home() / ".cache" / "mini_engine")
+    """`$MINI_ENGINE_CACHE`, or `~/.cache/mini_engine`. Raises VLLMValidationError where there is no home."""
+    try:
+        return Path(os.environ.get("MINI_ENGINE_CACHE") or Path.home() / ".cache" / "mini_engine")
+    except RuntimeError as e:
+        raise VLLMValidationError(f"no place for the cache: {e} Set MINI_ENGINE_CACHE to a directory") from e
 
 
 def models_dir() -> Path:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mini_engine.config import Quantization
 from mini_engine.exceptions import VLLMValidationError
-from mini_engine.model import cpu_kernels
+from mini_engine.model import build_kernels, cpu_kernels
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.decoder import Decoder
 
@@ -35,11 +35,12 @@ def load_model(
     files = weight_files(model_dir)
     kernels = cpu_kernels.load() if use_kernels and (torch.device(device).type, dtype) == ("cpu", torch.float32) else None
     if quantization == "int8" and kernels is None:
-        raise VLLMValidationError("quantization int8 needs the C kernels (see the warning above); leave it out", parameter="quantization")
+        raise VLLMValidationError("quantization int8 needs the C kernels: see the warning above", parameter="quantization")
     model = Decoder(ModelConfig.from_dir(model_dir), dtype, device, kernels)
     with torch.inference_mode():
         load_weights(model, iterate_safetensors(files), where=str(model_dir))
         model.pack(quantization)
+    build_kernels.trim_heap()
     return model
 
 

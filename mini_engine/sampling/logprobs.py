@@ -21,10 +21,11 @@ def gather_logprobs(logits: Tensor, num_logprobs: int, token_ids: Tensor) -> tup
     if logits.dtype not in (torch.float32, torch.float64):
         logits = logits.float()
     chosen = logits.gather(-1, token_ids[:, None])
-    values, indices = logits.topk(num_logprobs, dim=-1)
-    # x - logsumexp(x), for the few x that are returned; log_softmax would write the whole [n, vocab]
-    logprobs = torch.cat((chosen, values), 1) - logits.logsumexp(-1, keepdim=True)
+    indices = logits.topk(num_logprobs, dim=-1).indices
     ids = torch.cat((token_ids[:, None], indices), 1)
+    # not x - logsumexp(x), which would write no [n, vocab]: torch splits the sum of a single row over threads, that of several not, and a
+    # row alone would differ from a row in a crowd
+    logprobs = logits.log_softmax(-1).gather(-1, ids)
     ranks = (logits >= chosen).sum(-1)
     return ids.int().cpu().numpy(), logprobs.float().cpu().numpy(), ranks.cpu().numpy()
 

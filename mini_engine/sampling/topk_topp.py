@@ -108,7 +108,9 @@ def filtered_candidates(logits: Tensor, temperature: Tensor | None, filters: Fil
     plain_p = (filters.top_p < 1) & (filters.top_k == 0) & (filters.min_p == 0)
     whole = torch.ones_like(filters.top_p)  # needed by rows with top-p alone, the others know their sum
     if plain_p.any():
-        whole[plain_p] = _weights(logits[plain_p], None if temperature is None else temperature[plain_p]).sum(-1, dtype=torch.float64)
+        weights = _weights(logits[plain_p], None if temperature is None else temperature[plain_p])
+        # in two stages: torch splits the sum of one long row over threads, and a row alone would differ from a row in a crowd
+        whole[plain_p] = pad(weights, (0, -vocab % GROUP)).view(len(weights), -1, GROUP).sum(-1, dtype=torch.float64).sum(-1)
     while len(rows):
         width = min(width, vocab)
         values, tokens = (logits if len(rows) == len(logits) else logits[rows]).topk(width, dim=-1)

@@ -258,11 +258,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("command", "script", "said"),
     [
-        ("no-such-cc", "", "No such file"),
+        ("no-such-cc", "", "there is no 'no-such-cc'; install gcc"),
         ('cc "-DX', "", "No closing quotation"),
         ("{}", 'echo "unknown option" >&2; exit 1', "unknown option"),
-        ("{}", "exit 0", "No such file"),  # says it compiled
-        ("{}", 'for last; do :; done; echo junk > "$last"', "kernels"),  # compiles to something else
+        ("{}", "exit 0", "cannot open shared object file"),  # says it compiled
+        ("{}", 'for last; do :; done; echo junk > "$last"', "kernels.so: file too short"),  # compiles to something else
         ("cc -fvisibility=hidden", "", "undefined symbol"),  # to something without our functions
         ("{}", "exec sleep 60", "timed out"),
     ],
@@ -282,14 +282,14 @@ def test_without_a_compiler_torch_goes_on(
     with caplog.at_level(logging.WARNING, logger=cpu_kernels.__name__):
         models = [load_model(tmp_path) for _ in range(2)]
     (record,) = caplog.records  # once, not per model
-    assert said in record.getMessage() and "CC" in record.getMessage()
+    assert "no C kernels" in record.getMessage() and said in record.getMessage()
     assert torch.equal(dense_logits(models[0], [5, 6, 7]), dense_logits(load_model(tmp_path, use_kernels=False), [5, 6, 7]))
-    with pytest.raises(VLLMValidationError, match="int8 needs the C kernels"):
+    with pytest.raises(VLLMValidationError, match="int8 needs the C kernels: see the warning"):
         load_model(tmp_path, quantization="int8")
 
 
 def test_two_processes_build_at_once_and_then_nobody(kernels: CPUKernels, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each gets a whole library; it stays for as long as source, flags and compiler are the same, and is built anew when it is broken."""
+    """Each gets a whole library; it stays for as long as source, flags and compiler are the same."""
     code = "from mini_engine.model import cpu_kernels; import sys; sys.exit(cpu_kernels.load() is None)"
     processes = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) for _ in range(2)]
     for process in processes:
@@ -301,11 +301,35 @@ def test_two_processes_build_at_once_and_then_nobody(kernels: CPUKernels, cache:
     assert library.stat().st_mtime_ns == built
     monkeypatch.setattr(build_kernels, "FLAGS", [*build_kernels.FLAGS, "-DOTHER"])
     build_kernels.build(build_kernels.compiler())
-    (other,) = set(cache.iterdir()) - {library}
-    other.unlink()
-    other.write_bytes(b"half a library")
+    assert len(list(cache.iterdir())) == 2
+
+
+@pytest.mark.parametrize("damage", ["empty", "half", "changed", "directory"])
+def test_a_damaged_library_is_built_anew(kernels: CPUKernels, damage: str, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is never loaded: half a library ends the process by SIGBUS, and a changed one by whatever it does."""
     build_kernels.build(build_kernels.compiler())
-    assert other.stat().st_size > 10_000
+    (library,) = cache.iterdir()
+    whole = library.read_bytes()
+    library.unlink()
+    if damage == "directory":
+        library.mkdir()
+    else:
+        library.write_bytes({"empty": b"", "half": whole[: len(whole) // 2], "changed": whole[:-9] + b"junk" + whole[-5:]}[damage])
+    CPUKernels(build_kernels.build(build_kernels.compiler()))
+    assert (library.is_dir() and "cannot be kept" in caplog.text) if damage == "directory" else library.read_bytes() == whole
+
+
+def test_without_a_cache_each_start_builds(
+    kernels: CPUKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MINI_ENGINE_CACHE", str(tmp_path / "file" / "cache"))
+    CPUKernels(build_kernels.build(build_kernels.compiler()))
+    assert "cannot be kept" in caplog.text and "MINI_ENGINE_CACHE" in caplog.text
+    monkeypatch.delenv("MINI_ENGINE_CACHE")
+    monkeypatch.setattr(Path, "home", lambda: Path("~nobody-at-all").expanduser())
+    with pytest.raises(VLLMValidationError, match="Set MINI_ENGINE_CACHE"):
+        build_kernels.build(build_kernels.compiler())
 
 
 @pytest.mark.parametrize("name", here())

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mini_engine.sampling import topk_topp
-from mini_engine.sampling.logprobs import join_prompt_logprobs, prompt_logprobs
+from mini_engine.sampling.logprobs import gather_logprobs, join_prompt_logprobs, prompt_logprobs
 from mini_engine.sampling.metadata import SamplingMetadata, SamplingRow, request_seed
 from mini_engine.sampling.sampler import Sampler, SamplerOutput
-from mini_engine.sampling.topk_topp import uniform
+from mini_engine.sampling.topk_topp import Filters, filtered_candidates, uniform
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.wire.messages import Tensor
 from tests.sampling import reference
@@ -265,3 +265,23 @@ def test_the_caller_s_logits_are_left_alone_by_what_changes_nothing() -> None:
         logits, SamplingMetadata.from_requests([row(top_p=0.9, temperature=0.7), row(temperature=0.0, logprobs=1)], "cpu", VOCAB)
     )
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_row_alone_has_the_bits_of_a_row_in_a_crowd(num_threads: int) -> None:
+    """With a real vocabulary: torch splits a long sum over threads, depending on how many rows there are."""
+    logits = torch.randn(64, 49_152, generator=torch.Generator().manual_seed(0)) * 4
+    chosen, none = logits.argmin(-1), torch.zeros(64)
+    filters = Filters(none.long(), torch.full((64,), 0.9, dtype=torch.float64), none.double())
+    threads = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        crowd = gather_logprobs(logits, 5, chosen)[1]
+        for i in range(64):
+            assert np.array_equal(gather_logprobs(logits[i : i + 1], 5, chosen[i : i + 1])[1][0], crowd[i])
+        kept = {int(r): scores for rs, _, part in filtered_candidates(logits, None, filters) for r, scores in zip(rs, part, strict=True)}
+        for i in range(64):
+            for _, _, alone in filtered_candidates(logits[i : i + 1], None, filters.rows(torch.tensor([i]))):
+                assert all(torch.equal(scores, kept[i]) for scores in alone)
+    finally:
+        torch.set_num_threads(threads)

@@ -124,8 +124,7 @@ static void attend(
     const Step *s, const float *qkv, float *cache, float *out, long token, long tokens, long head, long heads, long kv_head
 ) {
     const long size = s->head_dim, width = (s->num_heads + 2 * s->num_kv_heads) * size, row = s->rows[token];
-    const long context = s->positions[token + tokens - 1] + 1;  // of the last token, the longest
-    const int rows = (int)(tokens * heads);
+    const long rows = tokens * heads, context = s->positions[token + tokens - 1] + 1;  // of the last token, the longest
     Tile t;  // some 30 KB, of which the used part is filled
     for (int r = 0; r < rows; r++) {
         const float *q = qkv + (token + r / heads) * width + (head + r % heads) * size;

@@ -19,6 +19,8 @@ enum {
     TERMS = 2,    // of an activation: its nearest level, and what that rounded away in units of scale / (2 * LEVELS)
 };
 
+typedef int32_t four_levels __attribute__((aligned(1), may_alias));
+
 // sums[j] + the product of weights[j]'s four unsigned bytes and the levels' four signed ones. The instructions multiply unsigned by signed,
 // so weights are stored as w + 128: the sum of (w + 128) * level is that of w * level, plus 128 times the sum of the levels, which
 // tile_i8 takes out again. VNNI adds four products in 32 bits; before it, two are added in 16 bits, then two of those in 32.
@@ -70,7 +72,7 @@ INLINE void tile_i8(
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++)
             for (int term = 0; term < TERMS; term++) {
-                const ivec four = (ivec){} + *(const unaligned_int *)(levels + (r * TERMS + term) * in4 + i);
+                const ivec four = (ivec){} + *(const four_levels *)(levels + (r * TERMS + term) * in4 + i);
                 sums[r][term][0] = dot4(sums[r][term][0], w0, four);
                 sums[r][term][1] = dot4(sums[r][term][1], w1, four);
             }

@@ -31,8 +31,6 @@ typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 typedef float group __attribute__((vector_size(4 * GROUP), aligned(4), may_alias));
 typedef int32_t igroup __attribute__((vector_size(4 * GROUP), aligned(4), may_alias));
 
-typedef int32_t unaligned_int __attribute__((aligned(1), may_alias));
-
 #define INLINE static inline __attribute__((always_inline))
 
 // Lane by lane: a where the comparison held, else b.
