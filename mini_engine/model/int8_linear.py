@@ -12,7 +12,7 @@ from mini_engine.exceptions import VLLMValidationError
 from mini_engine.model.cpu_kernels import CPUKernels, CPULinear, HugePages
 
 TERMS = 2  #: linear_int8.c's
-MAX_INPUTS = 130_000  #: 255 * 63 times so many is still an int32
+MAX_INPUTS = 268_000  #: 127 * 63 times so many is still an int32; what is larger on the way there wraps, and wraps back
 
 
 class Int8Linear(CPULinear):
