@@ -72,7 +72,8 @@ def load() -> CPUKernels | None:
         return CPUKernels(build(compiler()))
     # ValueError: the quotes in CC. RuntimeError: no home, no more threads. AttributeError: a library without our functions
     except (OSError, subprocess.SubprocessError, ValueError, RuntimeError, AttributeError) as e:
-        logger.warning("no C kernels, so torch's operators, which are slower: %s", (getattr(e, "stderr", b"") or b"").decode()[-1000:] or e)
+        said = (getattr(e, "stderr", None) or b"").decode(errors="replace")[-1000:]
+        logger.warning("no C kernels, so torch's operators, which are slower: %s", said or e)
         return None
 
 

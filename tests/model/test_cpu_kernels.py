@@ -261,12 +261,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("no-such-cc", "", "there is no 'no-such-cc'; install gcc"),
         ('cc "-DX', "", "No closing quotation"),
         ("{}", 'echo "unknown option" >&2; exit 1', "unknown option"),
+        ("{}", "printf 'no \\344\\366 here' >&2; exit 1", " here"),  # not UTF-8
         ("{}", "exit 0", "cannot open shared object file"),  # says it compiled
         ("{}", 'for last; do :; done; echo junk > "$last"', "kernels.so: file too short"),  # compiles to something else
         ("cc -fvisibility=hidden", "", "undefined symbol"),  # to something without our functions
         ("{}", "exec sleep 60", "timed out"),
     ],
-    ids=["none", "quotes", "refuses", "writes-nothing", "writes-junk", "hides", "hangs"],
+    ids=["none", "quotes", "refuses", "latin-1", "writes-nothing", "writes-junk", "hides", "hangs"],
 )
 def test_without_a_compiler_torch_goes_on(
     command: str, script: str, said: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

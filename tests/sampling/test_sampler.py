@@ -281,7 +281,8 @@ def test_a_row_alone_has_the_bits_of_a_row_in_a_crowd(num_threads: int) -> None:
             assert np.array_equal(gather_logprobs(logits[i : i + 1], 5, chosen[i : i + 1])[1][0], crowd[i])
         kept = {int(r): scores for rs, _, part in filtered_candidates(logits, None, filters) for r, scores in zip(rs, part, strict=True)}
         for i in range(64):
-            for _, _, alone in filtered_candidates(logits[i : i + 1], None, filters.rows(torch.tensor([i]))):
-                assert all(torch.equal(scores, kept[i]) for scores in alone)
+            parts = filtered_candidates(logits[i : i + 1], None, filters.rows(torch.tensor([i])))
+            (alone,) = [scores for _, _, part in parts for scores in part]
+            assert torch.equal(alone, kept[i])
     finally:
         torch.set_num_threads(threads)

@@ -125,13 +125,13 @@ static void attend(
 ) {
     const long size = s->head_dim, width = (s->num_heads + 2 * s->num_kv_heads) * size, row = s->rows[token];
     const long rows = tokens * heads, context = s->positions[token + tokens - 1] + 1;  // of the last token, the longest
+    const float scale = 1 / sqrtf((float)size);
     Tile t;  // some 30 KB, of which the used part is filled
     for (int r = 0; r < rows; r++) {
         const float *q = qkv + (token + r / heads) * width + (head + r % heads) * size;
-        for (long i = 0; i < size; i++) t.q[r][i] = q[i] / sqrtf((float)size);
+        for (long i = 0; i < size; i++) t.q[r][i] = q[i] * scale;
         memset(t.sums[r], 0, size * sizeof *t.sums[r]);
-        t.max[r] = -INFINITY, t.total[r] = 0;
-        t.context[r] = s->positions[token + r / heads] + 1;
+        t.max[r] = -INFINITY, t.total[r] = 0, t.context[r] = s->positions[token + r / heads] + 1;
     }
     const float *next = kv_of(s, cache, row, 0, kv_head);
     for (long first = 0; first < context; first += KEYS) {
@@ -170,7 +170,8 @@ void attention(const Step *s, float *qkv, const float *norm, float *cache, float
 #pragma omp for collapse(2) schedule(dynamic)
         for (long token = 0; token < s->num_tokens; token++)
             for (long kv_head = 0; kv_head < s->num_kv_heads; kv_head++) {
-                // A tile starts where position % tokens_per_tile is 0, or at a request's first token: so each turn knows alone
+                // A tile starts where position % tokens_per_tile is 0, or at a request's first token in the step: so each turn can tell
+                // alone whether it begins one, and how long it is.
                 const long row = s->rows[token], position = s->positions[token];
                 if (token > 0 && s->rows[token - 1] == row && position % tokens_per_tile) continue;
                 long tokens = 1;
