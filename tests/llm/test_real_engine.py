@@ -74,6 +74,11 @@ async def collect(engine: AsyncLLM, prompt: list[int], params: SamplingParams, r
         return [output async for output in engine.generate(prompt, params, request_id)]
 
 
+def token_ids(outputs: list[RequestOutput]) -> list[int]:
+    """Of the first answer. How many outputs carry them is the reader's pace: the collector joins what was not taken yet."""
+    return [token for output in outputs for token in output.outputs[0].token_ids]
+
+
 def greedy(max_tokens: int, **kwargs: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, output_kind=DELTA, **kwargs)
 
@@ -85,8 +90,7 @@ async def test_a_thousand_at_once_each_ends_once_with_its_own_tokens(model: Path
         for i, (prompt, outputs) in enumerate(zip(prompts, streams, strict=True)):
             assert [output.finished for output in outputs].index(True) == len(outputs) - 1
             assert {output.request_id for output in outputs} == {str(i)}
-            tokens = [token for output in outputs for token in output.outputs[0].token_ids]
-            assert tokens == mock_generate(prompt, 4 + i % 13, VOCAB_SIZE)
+            assert token_ids(outputs) == mock_generate(prompt, 4 + i % 13, VOCAB_SIZE)
             assert outputs[-1].outputs[0].finish_reason == "length"
         assert engine.statistics().requests == OutputProcessorStats(0, 0, 0)
         assert engine.statistics().client == ClientStats(0, 0, 0)
@@ -138,7 +142,7 @@ async def test_whoever_leaves_frees_the_engine(model: Path, n: int) -> None:
                     break
             assert engine.statistics().requests == OutputProcessorStats(0, 0, 0)
             assert await engine.reset_prefix_cache()  # a call is sent after what was aborted before it
-        assert len(await collect(engine, [5], greedy(3))) == 3
+        assert token_ids(await collect(engine, [5], greedy(3))) == mock_generate([5], 3, VOCAB_SIZE)
 
 
 async def test_a_killed_engine_ends_every_stream_within_a_second(model: Path) -> None:
@@ -182,8 +186,7 @@ async def test_a_stopped_engine_is_alive_but_does_not_answer_and_goes_on_when_co
             assert engine.statistics().client.pending_utilities == 0
         finally:
             process.resume()
-        tokens = [token for output in await task for token in output.outputs[0].token_ids]
-        assert tokens == mock_generate([5, 6], 60, VOCAB_SIZE)
+        assert token_ids(await task) == mock_generate([5, 6], 60, VOCAB_SIZE)
         await engine.ping(DEADLINE_S)
 
 
@@ -205,7 +208,7 @@ async def test_two_engines_side_by_side(model: Path) -> None:
     async with serving(model) as a, serving(model, num_gpu_blocks_override=5) as b:
         one, other = await asyncio.gather(collect(a, [5, 6], greedy(8)), collect(b, [5, 6], greedy(8)))
         for outputs in (one, other):
-            assert [token for output in outputs for token in output.outputs[0].token_ids] == mock_generate([5, 6], 8, VOCAB_SIZE)
+            assert token_ids(outputs) == mock_generate([5, 6], 8, VOCAB_SIZE)
 
 
 def test_everything_works_under_uvloop(model: Path) -> None:
@@ -213,8 +216,7 @@ def test_everything_works_under_uvloop(model: Path) -> None:
         async with serving(model, mock=MockConfig(step_ms=0.2)) as engine:
             streams = await asyncio.gather(*(collect(engine, [5, i], greedy(30), str(i)) for i in range(100)))
             for i, outputs in enumerate(streams):
-                tokens = [token for output in outputs for token in output.outputs[0].token_ids]
-                assert tokens == mock_generate([5, i], 30, VOCAB_SIZE)
+                assert token_ids(outputs) == mock_generate([5, i], 30, VOCAB_SIZE)
             await engine.ping(DEADLINE_S)
             os.kill(pid_of(engine), signal.SIGKILL)
             with pytest.raises(EngineDeadError):
