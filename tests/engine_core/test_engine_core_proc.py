@@ -262,7 +262,7 @@ def test_fuzz(front_end):
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, "parent gone"])
 def test_an_orderly_end_aborts_what_runs_then_says_dead(model, tmp_path, how):
-    with running_engine(tmp_path / "e", mock_config(model, MockConfig(num_blocks=256, step_ms=1)), num_clients=2) as (front_end, engine):
+    with running_engine(tmp_path / "e", mock_config(model, MockConfig(num_blocks=256, step_ms=10)), num_clients=2) as (front_end, engine):
         front_end.add(make_request("a", [1, 2], 500))
         front_end.add(make_request("b", [1, 2], 500, client_index=1), client=1)
         front_end.until(lambda: front_end.streams.tokens["a"])

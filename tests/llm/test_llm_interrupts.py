@@ -136,7 +136,7 @@ def test_what_another_signals_handler_raises_is_an_interrupt_too(
 
     before = signal.signal(signal.SIGALRM, expire)
     try:
-        with LLM(model, executor="mock", mock={"step_ms": 1}, async_scheduling=async_scheduling, check=True) as llm:
+        with LLM(model, executor="mock", mock={"step_ms": 10}, async_scheduling=async_scheduling, check=True) as llm:
             core, calls = llm._client.engine_core, iter(range(100))
             target: Any = core.executor if where == "waiting" else core.scheduler
             name = "execute_model" if where == "waiting" else where

@@ -132,7 +132,7 @@ async def test_several_answers_and_logprobs(model: Path) -> None:
 @pytest.mark.parametrize("n", [1, 4])
 async def test_whoever_leaves_frees_the_engine(model: Path, n: int) -> None:
     """Left while it runs; then the engine is empty again: its own prefix cache can be reset, which a running request forbids."""
-    async with serving(model, mock=MockConfig(step_ms=1.0)) as engine:
+    async with serving(model, mock=MockConfig(step_ms=20.0)) as engine:  # runs for 8 s when nobody ends it
         params = SamplingParams(n=n, temperature=1.0, max_tokens=400, output_kind=DELTA)
         stream = engine.generate([5, 6], params, "r")
         async with asyncio.timeout(DEADLINE_S):
@@ -146,7 +146,7 @@ async def test_whoever_leaves_frees_the_engine(model: Path, n: int) -> None:
 
 
 async def test_a_killed_engine_ends_every_stream_within_a_second(model: Path) -> None:
-    async with serving(model, mock=MockConfig(step_ms=2.0)) as engine:
+    async with serving(model, mock=MockConfig(step_ms=20.0)) as engine:  # 8 s: the first still runs when the last has started
         started = [asyncio.Event() for _ in range(20)]
 
         async def stream(i: int) -> None:
