@@ -1,5 +1,6 @@
 """What holds for every test: three outcomes, nothing left running, asyncio, repeatable random data."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -90,9 +91,11 @@ def nothing_left_running() -> Iterator[None]:
     os.environ[RUN_ID_VARIABLE] = run_id
     yield
     psutil.wait_procs(list(_started_by(run_id)), timeout=LEFTOVER_GRACE_S)
-    processes = {process.pid: " ".join(process.cmdline()) for process in _started_by(run_id)}
+    processes = {}
     for process in _started_by(run_id):
-        process.kill()
+        with contextlib.suppress(psutil.Error):  # gone meanwhile
+            processes[process.pid] = " ".join(process.cmdline())
+            process.kill()
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("core-")]
     if processes or threads:
         pytest.fail(f"left running by a test: processes {processes}, threads {threads}", pytrace=False)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.server.serving import still_running
+
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = "import subprocess, sys, threading\nimport pytest\nfrom tests.not_run import not_run\n\n"
 
@@ -64,4 +66,4 @@ def test_what_is_left_running_fails_the_run_and_is_ended(tmp_path: Path) -> None
     pid = int((tmp_path / "pid").read_text())
     assert f"left running by a test: processes {{{pid}:" in run.stdout
     assert "threads ['core-loop']" in run.stdout
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert not psutil.pid_exists(pid) or not still_running([psutil.Process(pid)])

@@ -79,6 +79,7 @@ NOT_DEFAULT = (
     "sampling/topk_topp.py",
     "server/logprobs.py",
     "text/stop.py",
+    "text/window_detokenizer.py",  # --overlay
 )
 
 

@@ -57,7 +57,7 @@ class IncrementalDetokenizer:
 
 
 class TextDetokenizer(IncrementalDetokenizer):
-    """What both ways of decoding share. They differ in `_step`; `_context` and `_pending` mean the same in both."""
+    """What all ways of decoding share. They differ in `_step`; `_context` and `_pending` mean the same in all."""
 
     def __init__(self, tokenizer: Tokenizer, request: EngineCoreRequest, check_stop: StopChecker = check_stop_strings) -> None:
         super().__init__()
@@ -210,25 +210,6 @@ class DecodeStreamDetokenizer(TextDetokenizer):
             return self._give_up() if len(self._pending) >= MAX_PENDING else ""
         self._context, self._pending = self._pending, []
         return text
-
-
-class WindowDetokenizer(TextDetokenizer):
-    """The same in Python, to read and to compare with. vLLM: SlowIncrementalDetokenizer."""
-
-    def _restart(self, context: list[int], pending: list[int]) -> None:
-        super()._restart(context, pending)
-        self._context_text = self._decode(context)
-
-    def _step(self, token_id: int) -> str:
-        self._pending.append(token_id)
-        before, text = self._context_text, self._decode(self._context + self._pending)
-        if len(text) <= len(before) or text.endswith(REPLACEMENT):
-            return self._give_up() if len(self._pending) >= MAX_PENDING else ""
-        if not text.startswith(before):
-            return self._retracted()
-        self._context, self._pending = self._pending, []
-        self._context_text = self._decode(self._context)
-        return text[len(before) :]
 
 
 class DetokenizerFactory:

@@ -103,10 +103,6 @@ class AsyncMPClient:
 
     # ── for the front-end ───────────────────────────────────────────────────────────────────────────────
 
-    @property
-    def engine_dead(self) -> bool:
-        return self.dead_error is not None
-
     async def wait_ready(self, timeout: float) -> list[EngineCoreReadyResponse | None]:
         """Every engine's ready frame, in the order of `identities`; None for one that sent an empty frame.
 

@@ -8,6 +8,7 @@ Order     per engine NEW ─HELLO→ CONNECTED (we answer INIT) ─READY→ READ
 Stands before any request. Blocking; runs before the event loop or beside it.    vLLM: v1/engine/utils.py; WIRE §2
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 POLL_MS = 50  #: how often a waiting handshake looks at the child processes
 STOP_TIMEOUT_S = 5.0  #: between SIGTERM and SIGKILL
+ENGINE_END_S = 2.0  #: from an engine's word that it ends, which a front-end may hear and end too, to its exit code, which says why
 
 
 @dataclass(slots=True)
@@ -167,6 +169,10 @@ def _shake_hands(
     states = dict.fromkeys(identities, "NEW")
     deadline = time.monotonic() + timeout_s
     while any(state != "READY" for state in states.values()):
+        if any(front_end.poll() is not None for front_end in front_ends):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                for process in processes:
+                    process.wait(ENGINE_END_S)
         for what, watched in (("EngineCore", processes), ("front-end process", front_ends)):
             for index, process in enumerate(watched):
                 if (returncode := process.poll()) is not None:

@@ -2,6 +2,8 @@
 
 import random
 import signal
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -33,9 +35,24 @@ def shared(model, tmp_path_factory):
         yield front_end, engine
 
 
+@pytest.fixture(scope="module")
+def shared_slow(model, tmp_path_factory):
+    """The same at 20 ms a step, for tests that must be quicker than their requests."""
+    with running_engine(tmp_path_factory.mktemp("slow"), mock_config(model, MockConfig(num_blocks=256, step_ms=20))) as (front_end, engine):
+        yield front_end, engine
+
+
 @pytest.fixture
 def front_end(shared):
-    front_end, engine = shared
+    yield from still_alive(*shared)
+
+
+@pytest.fixture
+def slow_front_end(shared_slow):
+    yield from still_alive(*shared_slow)
+
+
+def still_alive(front_end, engine):
     yield front_end
     front_end.add(make_request(request_id := f"alive-{time.monotonic_ns()}", [1, 2], 2))
     front_end.until_finished(request_id)  # whatever the test did, the engine lives
@@ -58,10 +75,12 @@ def test_handshake_says_where_the_engine_is_and_what_it_can_do(model, tmp_path):
             assert front_end.streams.tokens["r"] == mock_generate([1, 2, 3], 5, VOCAB_SIZE)
 
 
-def test_ready_in_under_a_second_of_its_own_time(model, tmp_path):
+def test_ready_costs_little_more_than_its_imports(model, tmp_path):
+    program = "import sys, time, mini_engine.engine_core.proc, mini_engine.executor.mock; print(time.process_time())"
+    imports = float(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout)
     with running_engine(tmp_path / "e", mock_config(model)) as (_, engine):
         times = psutil.Process(engine.popen.pid).cpu_times()
-        assert times.user + times.system < 1.0
+        assert times.user + times.system < 3 * imports
 
 
 def test_names_that_the_operating_system_shows(shared):
@@ -111,7 +130,8 @@ def test_large_logprobs_travel_in_frames_of_their_own(front_end):
     assert first.logprobs.shape == (1, VOCAB_SIZE + 1) and first.logprob_token_ids[0, 0] == front_end.streams.tokens["lp"][0]
 
 
-def test_an_abort_is_silent_and_frees_everything(front_end):
+def test_an_abort_is_silent_and_frees_everything(slow_front_end):
+    front_end = slow_front_end
     front_end.add(make_request("gone", [1, 2], 500))
     front_end.until(lambda: front_end.streams.tokens["gone"])
     front_end.abort("gone", "unknown")
@@ -119,7 +139,8 @@ def test_an_abort_is_silent_and_frees_everything(front_end):
     assert "gone" not in front_end.streams.last
 
 
-def test_an_abort_right_behind_its_add_leaks_nothing(front_end):
+def test_an_abort_right_behind_its_add_leaks_nothing(slow_front_end):
+    front_end = slow_front_end
     for i in range(50):
         front_end.add(make_request(f"q{i}", [1, 2], 500))
         front_end.abort(f"q{i}")
@@ -170,12 +191,13 @@ def test_a_short_add_is_answered_where_it_came_from(front_end):
     assert "at least length 9" in front_end.streams.last["short"].stop_reason
 
 
-def test_two_adds_with_one_id_make_one_stream(front_end):
-    front_end.add(make_request("twice", [1, 2], 300))
-    front_end.add(make_request("twice", [3], 300))
+def test_two_adds_with_one_id_make_one_stream(slow_front_end):
+    front_end = slow_front_end
+    front_end.add(make_request("twice", [1, 2], 150))
+    front_end.add(make_request("twice", [3], 150))
     front_end.send(ADD, bad_add("twice", _3={"temperature": 9.0}))
     front_end.until_finished("twice")
-    assert front_end.streams.tokens["twice"] == mock_generate([1, 2], 300, VOCAB_SIZE)
+    assert front_end.streams.tokens["twice"] == mock_generate([1, 2], 150, VOCAB_SIZE)
 
 
 def test_utility_calls_always_get_an_answer(front_end):
@@ -262,10 +284,11 @@ def test_fuzz(front_end):
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, "parent gone"])
 def test_an_orderly_end_aborts_what_runs_then_says_dead(model, tmp_path, how):
-    with running_engine(tmp_path / "e", mock_config(model, MockConfig(num_blocks=256, step_ms=10)), num_clients=2) as (front_end, engine):
+    with running_engine(tmp_path / "e", mock_config(model, MockConfig(num_blocks=256, step_ms=20)), num_clients=2) as (front_end, engine):
         front_end.add(make_request("a", [1, 2], 500))
         front_end.add(make_request("b", [1, 2], 500, client_index=1), client=1)
         front_end.until(lambda: front_end.streams.tokens["a"])
+        front_end.until(lambda: front_end.streams.tokens["b"], client=1)
         if how == "parent gone":
             engine.parent_gone()
         else:
@@ -369,12 +392,13 @@ def test_idle_costs_nothing(model, tmp_path):
     with running_engine(tmp_path / "e", mock_config(model)) as (front_end, engine):
         front_end.add(make_request("a", [1, 2], 3))
         front_end.until_finished("a")
-        front_end.call(1, "is_sleeping")
+        for call_id in (1, 2):  # the second's answer comes behind whatever the engine said before it was idle
+            front_end.call(call_id, "is_sleeping")
         process = psutil.Process(engine.popen.pid)
         before = process.cpu_times()
         assert not front_end.outputs[0].poll(300)  # nothing comes, for 0.3 s
         after = process.cpu_times()
-        assert (after.user + after.system) - (before.user + before.system) <= 0.02
+        assert (after.user + after.system) - (before.user + before.system) < 0.025  # counted in hundredths
 
 
 def test_two_engines_side_by_side(model, tmp_path):

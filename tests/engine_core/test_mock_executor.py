@@ -108,13 +108,13 @@ def test_an_empty_step_needs_no_sampling_and_is_not_counted(model):
 
 
 def test_a_step_takes_its_time_without_the_callers(model):
-    executor = MockExecutor(mock_config(model, MockConfig(num_blocks=16, step_ms=300)))
+    executor = MockExecutor(mock_config(model, MockConfig(num_blocks=16, step_ms=700)))
     executor.initialize_from_config(KVCacheConfig(16, 16))
     start = time.monotonic()
     future = executor.execute_model(new_step([1], [1]), non_block=True)
-    assert time.monotonic() - start < 0.3
+    assert time.monotonic() - start < 0.7
     assert future.result(5) is None
-    assert time.monotonic() - start >= 0.3
+    assert time.monotonic() - start >= 0.7
     executor.shutdown()
 
 

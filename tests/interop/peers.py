@@ -32,7 +32,7 @@ from tests.not_run import not_run
 from tests.server.serving import CLI, wait_until
 
 NAME = "SmolLM2-135M-Instruct"  #: every pair serves under this name
-START_S = 120.0  #: a stock engine takes 30 s on two idle cores
+START_S = 100.0  #: a stock engine takes 30 s on two idle cores
 MOCK = ("--executor", "mock", "--mock-step-ms", "2")
 REAL = ("--dtype", "float32", "--max-model-len", "2048")
 STOCK = ("--served-model-name", NAME, "--host", "127.0.0.1")
@@ -83,7 +83,7 @@ class Process:
             assert found or self.popen.poll() is None, f"ended with {self.popen.returncode}: {self.output()[-3000:]}"
             return found
 
-        return wait_until(look, f"no {pattern!r} in {self.output()[-3000:]}", timeout)
+        return wait_until(look, lambda: f"no {pattern!r} in {self.output()[-3000:]}", timeout)
 
     def named(self, name: str) -> psutil.Process:
         """The one process below this one whose command line begins so."""
@@ -128,7 +128,7 @@ class Server:
         return float(match[1])
 
     def wait_gauge(self, name: str, value: float) -> None:
-        wait_until(lambda: self.gauge(name) == value, f"{name} is {self.gauge(name)} instead of {value}")
+        wait_until(lambda: self.gauge(name) == value, lambda: f"{name} is {self.gauge(name)} instead of {value}")
 
     def wait_idle(self) -> None:
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):

@@ -24,7 +24,7 @@ from tests.interop import peers
 from tests.interop.cases import TEXT
 from tests.interop.peers import MOCK, NAME, running
 from tests.interop.test_death import LONG, SLOW, stream
-from tests.server.serving import CLI, run_cli, wait_until
+from tests.server.serving import CLI, run_cli, still_running, wait_until
 
 
 def script(path: Path, body: str) -> str:
@@ -199,8 +199,7 @@ def test_a_parent_that_is_killed_leaves_nothing(kind: str) -> None:
         children = family(server.front_end.popen.pid)
         assert len(children) == 2
         server.front_end.popen.kill()
-        psutil.wait_procs(children, timeout=15)
-        assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+        assert not still_running(children, timeout=15)
 
 
 def test_a_second_interrupt_does_not_wait() -> None:

@@ -39,6 +39,7 @@ def served() -> Iterator[tuple[Server, list[int]]]:
         connections = psutil.Process(server.front_end.popen.pid).net_connections("tcp")
         ports = sorted({c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN} - {http})
         assert len(ports) == 2
+        works(server)  # so the engine was there before any stranger
         yield server, ports
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import httpx
@@ -20,13 +20,28 @@ START_S = 30.0  #: generous: the machine may be busy; a start takes half a secon
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-def wait_until(condition: Callable[[], Any], what: str, timeout: float = 10.0) -> Any:
-    """The condition's first true value. Looks every 10 ms: what is waited for happens in another process."""
+def wait_until(condition: Callable[[], Any], what: str | Callable[[], str], timeout: float = 10.0) -> Any:
+    """The condition's first true value. Looks every 10 ms: what is waited for happens in another process. `what`: for the failure."""
     deadline = time.monotonic() + timeout
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"after {timeout:g} s: {what}"
+        assert time.monotonic() < deadline, f"after {timeout:g} s: {what if isinstance(what, str) else what()}"
         time.sleep(0.01)
     return value
+
+
+def still_running(processes: Iterable[psutil.Process], timeout: float = 10.0) -> list[psutil.Process]:
+    """Those that have not ended after `timeout` seconds. A zombie has: whoever inherited it has only not asked yet."""
+
+    def runs(process: psutil.Process) -> bool:
+        try:
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    deadline = time.monotonic() + timeout
+    while (left := [process for process in processes if runs(process)]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return left
 
 
 class Served:
@@ -75,10 +90,10 @@ class Served:
         return float(match[1])
 
     def wait_gauges(self, **values: float) -> None:
-        wait_until(
-            lambda: all(self.gauge(name) == value for name, value in values.items()),
-            f"{ {name: self.gauge(name) for name in values} } instead of {values}",
-        )
+        def now() -> dict[str, float]:
+            return {name: self.gauge(name) for name in values}
+
+        wait_until(lambda: now() == values, lambda: f"{now()} instead of {values}")
 
     def wait_idle(self) -> None:
         self.wait_gauges(num_requests_running=0, num_requests_waiting=0, kv_cache_usage_perc=0)

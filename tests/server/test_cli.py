@@ -180,6 +180,7 @@ def test_chat_goes_on_after_bytes_that_are_no_text(server: Served, errors: str) 
 def test_chat_uses_a_server_that_runs(server: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """One of this version on the default port, unless the options ask for an engine that it may not be."""
     here = ServerConfig(port=int(server.url.rpartition(":")[2]))
+    monkeypatch.setattr(chat, "PROBE_TIMEOUT_S", 20.0)
     monkeypatch.setattr(chat, "ServerConfig", lambda: here)
     options = chat.Options(None, None, None, None, None, None)
     assert chat._running_server(EngineConfig(), options) == server.url and server.url in capsys.readouterr().err

@@ -18,7 +18,7 @@ import pytest
 from mini_engine.entrypoints.serve import bind_http
 from mini_engine.exceptions import VLLMValidationError
 from tests.server.fake import parse_sse
-from tests.server.serving import CLI, MESSAGES, START_S, Served, run_cli, serving, wait_until
+from tests.server.serving import CLI, MESSAGES, START_S, Served, run_cli, serving, still_running, wait_until
 
 LONG: dict[str, Any] = {"prompt": [9], "max_tokens": 8000, "ignore_eos": True}
 
@@ -41,10 +41,13 @@ class Background:
                 if not raw:
                     self.first_bytes.release()
                 raw += data
-        self.answers.append((response.status_code, raw, time.monotonic() - self._zero))
+            self.answers.append((response.status_code, raw, time.monotonic() - self._zero))
 
     def mark(self) -> None:
         self._zero = time.monotonic()
+
+    def since_mark(self) -> float:
+        return time.monotonic() - self._zero
 
     def join(self, timeout: float = 15.0) -> list[tuple[int, bytes, float]]:
         for thread in self.threads:
@@ -66,8 +69,9 @@ def test_killed_engine() -> None:
         for _ in range(4):
             assert background.first_bytes.acquire(timeout=10)
         server.wait_gauges(num_requests_running=6, num_requests_waiting=3)
+        core = server.core
         background.mark()
-        server.core.kill()
+        core.kill()
         answers = background.join()
         died = time.monotonic()
         assert max(seconds for _, _, seconds in answers) < 1.0
@@ -82,7 +86,7 @@ def test_killed_engine() -> None:
         response = server.post("/v1/completions", **LONG)  # a new one: not now, perhaps elsewhere
         assert response.status_code == 503 and response.json()["error"]["code"] == "engine_dead" and "log" not in response.text
         assert server.process.wait(15) == 1
-        assert 4 < time.monotonic() - died < 8
+        assert background.since_mark() > 4 and time.monotonic() - died < 8
 
 
 def test_crashing_engine_says_why() -> None:
@@ -113,6 +117,7 @@ def test_stopped_engine_is_told_from_a_dead_one() -> None:
 def test_hanging_engine_is_stuck() -> None:
     with serving("--mock-hang-at-step", "3", "--shutdown-timeout", "0.1") as server:
         background = Background(server, [LONG])
+        server.wait_gauges(num_requests_running=1)
         wait_until(lambda: server.get("/ping", params={"timeout_s": 0.2}).status_code == 503, "the engine hangs")
         assert server.signal_and_wait(signal.SIGTERM, 25) == 0
         ((status, raw, _),) = background.join()
@@ -208,15 +213,17 @@ def test_front_ends_that_wait_for_an_engine_end_with_their_parent(signum: signal
 
         def waiting() -> bool:
             front_ends[:] = psutil.Process(process.pid).children()
-            names = [{(task / "comm").read_text()[:5] for task in Path(f"/proc/{f.pid}/task").iterdir()} for f in front_ends]
-            return len(names) == 2 and all("ZMQbg" in each for each in names)
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that ends meanwhile: look again
+                names = [{(task / "comm").read_text()[:5] for task in Path(f"/proc/{f.pid}/task").iterdir()} for f in front_ends]
+                return len(names) == 2 and all("ZMQbg" in each for each in names)
+            return False
 
         wait_until(waiting, "both have their sockets", START_S)
         process.send_signal(signum)
-        out, err = process.communicate(timeout=5)
+        out, err = process.communicate(timeout=10)
         assert (process.returncode, out) == ({signal.SIGTERM: 0, signal.SIGINT: 130}.get(signum, -signum), "")
         assert "killed" not in err and "Traceback" not in err
-        assert psutil.wait_procs(front_ends, timeout=5)[1] == []
+        assert not still_running(front_ends, timeout=5)
     finally:
         for each in (process, *front_ends):  # all: each holds the pipes
             with contextlib.suppress(psutil.NoSuchProcess):

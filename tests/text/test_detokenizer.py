@@ -16,8 +16,8 @@ from mini_engine.text.detokenizer import (
     DetokenizerFactory,
     IncrementalDetokenizer,
     TextDetokenizer,
-    WindowDetokenizer,
 )
+from mini_engine.text.window_detokenizer import WindowDetokenizer
 from mini_engine.wire.messages import EngineCoreRequest
 from tests.text.tiny_tokenizers import WORDS, byte_fallback, byte_id, byte_level, word_piece
 
@@ -307,7 +307,7 @@ def test_default_is_the_fast_way():
 
 def test_overlay_seams(tmp_path, caplog):
     window, stop = tmp_path / "window.py", tmp_path / "stop.py"
-    window.write_text("from mini_engine.text.detokenizer import WindowDetokenizer as Detokenizer\n")
+    window.write_text("from mini_engine.text.window_detokenizer import WindowDetokenizer as Detokenizer\n")
     stop.write_text("def check_stop_strings(output_text, new_char_count, stop, include_in_output):\n    return 'mine', 1\n")
     factory = DetokenizerFactory(byte_level(), {"text.detokenizer": str(window), "text.stop": str(stop)})
     detokenizer = factory(request_of(stop=["zzz"]))

@@ -108,7 +108,7 @@ async def test_strangers_on_the_request_socket_change_nothing(pair: tuple[AsyncM
         _, payload = await in_thread(engine.receive)
         assert payload[0] == "r1"
         assert not double.requests.poll(0)
-    assert not client.engine_dead
+    assert client.dead_error is None
 
 
 async def test_requests_go_down_as_the_wire_wants(pair: tuple[AsyncMPClient, FakeEngine]) -> None:
@@ -213,7 +213,7 @@ async def everybody_hears(client: AsyncMPClient, kill: Callable[[], object], mat
     for error in errors:
         assert isinstance(error, EngineDeadError), error
         assert match in str(error)
-    assert client.engine_dead
+    assert client.dead_error is not None
     for late in (client.get_output_async(), client.call_utility_async("f"), client.add_request_async(request())):
         with pytest.raises(EngineDeadError, match=re.escape(match)):
             await late
@@ -308,7 +308,7 @@ async def test_remote_a_strangers_output_is_dropped_and_its_leaving_no_death() -
                 await logged.event.wait()
         engine.send([0, [["r", [2]]]])
         assert (await next_output(client)).outputs[0].new_token_ids == [2]
-        assert not client.engine_dead
+        assert client.dead_error is None
         client.shutdown()
 
 

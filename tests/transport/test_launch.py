@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,7 @@ from mini_engine.transport.client import AsyncMPClient
 from mini_engine.transport.launch import EngineHandles, launch_engines, wait_for_remote_engines
 from mini_engine.transport.listeners import bind_listeners
 from mini_engine.wire.handshake import engine_identity
+from tests.server.serving import still_running
 from tests.transport.fake_engine import FakeEngine
 
 DEADLINE_S = 20.0
@@ -39,8 +41,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 
 def gone(pids: list[int]) -> bool:
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=DEADLINE_S)
-    return not alive
+    return not still_running([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], DEADLINE_S)
 
 
 # ── local ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -84,6 +85,18 @@ def spawn_instead(monkeypatch: pytest.MonkeyPatch, code: str) -> list[subprocess
 
     monkeypatch.setattr(launch, "_spawn", spawn)
     return started
+
+
+def test_the_engines_own_end_is_told_before_that_of_a_front_end_which_heard_of_it(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spawn_instead(monkeypatch, "import sys, time; time.sleep(0.2); sys.exit(2)")  # later than a first look at the processes
+    front_end = subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(1)"])
+    front_end.wait(DEADLINE_S)
+    listeners = bind_listeners()
+    with pytest.raises(VLLMValidationError, match="EngineCore 0 ended during start-up with exit code 2"):
+        launch_engines(listeners, config, ready_timeout_s=DEADLINE_S, front_ends=[front_end])
+    listeners.close()
 
 
 def test_a_child_killed_during_start_up_is_seen_with_its_signal(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,10 +259,12 @@ def test_no_engine_in_time() -> None:
 
 
 def test_a_taken_port_is_told() -> None:
-    with waiting(ready_timeout_s=0.2) as (endpoint, _, listeners):
-        port = int(endpoint.rsplit(":", 1)[1])
+    listeners = bind_listeners(local=False)
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
         with pytest.raises(EngineDeadError, match=f"cannot wait for engines at tcp://127.0.0.1:{port}"):
             wait_for_remote_engines(listeners, address="127.0.0.1", port=port)
+    listeners.close()
 
 
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGTERM])
