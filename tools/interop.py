@@ -21,7 +21,7 @@ import venv
 import zipfile
 from pathlib import Path
 
-from mini_engine.model.default_model import cache_dir
+from mini_engine.cache import cache_dir
 
 VERSION = "0.32.0"
 LEFT_OUT = ("torchvision", "torchaudio", "torchcodec", "intel-openmp")

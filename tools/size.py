@@ -59,7 +59,8 @@ NOT_DEFAULT = (
     "llm/llm_engine.py",
     "executor/mock.py",  # --executor mock
     "overlay.py",  # --overlay
-    "model/default_model.py",  # once, before the first start; then looked up
+    "cache.py",  # once, before the first start; then looked up
+    "model/default_model.py",
     "model/gguf_",
     "model/build_kernels.py",
     "model/sdpa_attention.py",  # torch's attention and products: CUDA, --dtype, a machine without a compiler

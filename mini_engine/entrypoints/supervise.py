@@ -35,12 +35,12 @@ from typing import Any, Literal
 import setproctitle
 import zmq
 
+from mini_engine.cache import cache_dir
 from mini_engine.config import EngineConfig, ServerConfig
 from mini_engine.entrypoints.frontend import Prepared, RemoteEngines, prepare
 from mini_engine.entrypoints.frontend_child import API_KEY_VARIABLE, FLAGS
 from mini_engine.entrypoints.serve import DEAD_LINGER_S, LAST_WORD_S, allow_restart, bind_http, print_ready, sigterm_interrupts
 from mini_engine.exceptions import EngineDeadError, VLLMValidationError
-from mini_engine.model.default_model import cache_dir
 from mini_engine.observe import logging as observe_logging
 from mini_engine.transport.launch import EngineHandles, launch_engines, wait_for_remote_engines
 from mini_engine.transport.listeners import Listeners, bind_listeners

@@ -21,7 +21,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from mini_engine.model.default_model import cache_dir
+from mini_engine.cache import cache_dir
 
 logger = logging.getLogger(__name__)
 
@@ -87,9 +87,3 @@ def _run(*command: str) -> bytes:
         return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True, timeout=BUILD_TIMEOUT_S).stdout
     except FileNotFoundError as e:
         raise OSError(f"there is no {command[0]!r}; install gcc, or name one with CC") from e
-
-
-def trim_heap() -> None:
-    """Give freed memory back to the system: what was weights before they were packed."""
-    with contextlib.suppress(OSError, AttributeError):  # not glibc
-        ctypes.CDLL(None).malloc_trim(0)

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mini_engine.cache import cache_dir
 from mini_engine.config import DEFAULT_MODEL
 from mini_engine.exceptions import VLLMValidationError
 from mini_engine.model.gguf_convert import safetensors_bytes, write_config_files, write_weights
@@ -53,14 +54,6 @@ class DefaultModelInfo:
     has_tokenizer: bool  #: tokenizer and configuration are complete
     has_weights: bool  #: the float32 weights too
     size_bytes: int  #: on disk
-
-
-def cache_dir() -> Path:
-    """`$MINI_ENGINE_CACHE`, or `~/.cache/mini_engine`. Raises VLLMValidationError where there is no home."""
-    try:
-        return Path(os.environ.get("MINI_ENGINE_CACHE") or Path.home() / ".cache" / "mini_engine")
-    except RuntimeError as e:
-        raise VLLMValidationError(f"no place for the cache: {e} Set MINI_ENGINE_CACHE to a directory") from e
 
 
 def models_dir() -> Path:

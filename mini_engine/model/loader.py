@@ -5,6 +5,8 @@ Promises  after load_model() every weight has been written exactly once, in the 
 Stands before a request's path.    vLLM: model_executor/model_loader/default_loader.py
 """
 
+import contextlib
+import ctypes
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from mini_engine.config import Quantization
 from mini_engine.exceptions import VLLMValidationError
-from mini_engine.model import build_kernels, cpu_kernels
+from mini_engine.model import cpu_kernels
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.decoder import Decoder
 
@@ -40,7 +42,7 @@ def load_model(
     with torch.inference_mode():
         load_weights(model, iterate_safetensors(files), where=str(model_dir))
         model.pack(quantization)
-    build_kernels.trim_heap()
+    _trim_heap()
     return model
 
 
@@ -92,3 +94,9 @@ def load_weights(model: Decoder, weights: Iterable[tuple[str, Tensor]], where: s
         raise VLLMValidationError(f"{where}: {len(names)} weight(s) missing, first {', '.join(names[:3])}")
     if unknown:
         raise VLLMValidationError(f"{where}: {len(unknown)} tensor(s) without a place in config.json's model, or twice, first {unknown[0]}")
+
+
+def _trim_heap() -> None:
+    """Give freed memory back to the system: what was weights before they were packed."""
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)

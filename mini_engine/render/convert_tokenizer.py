@@ -14,6 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from mini_engine.cache import cache_dir
 from mini_engine.exceptions import VLLMValidationError
 
 logger = logging.getLogger(__name__)
@@ -40,11 +41,14 @@ def tokenizer_file(model_dir: Path) -> Path:
             value=str(model_dir),
         )
     key = hashlib.sha256(repr([(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for p in sources]).encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("MINI_ENGINE_CACHE") or Path.home() / ".cache" / "mini_engine") / "tokenizers"
-    cached = cache / f"{model_dir.name}-{key}.json"
+    cached = cache_dir() / "tokenizers" / f"{model_dir.name}-{key}.json"
     if not cached.is_file():
-        cache.mkdir(parents=True, exist_ok=True)
-        _convert(model_dir, cached)
+        try:
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            _convert(model_dir, cached)
+        except OSError as e:
+            message = f"cannot keep a tokenizer in {cached.parent}: {e.strerror or e}; set MINI_ENGINE_CACHE to another place"
+            raise VLLMValidationError(message) from e
     return cached
 
 

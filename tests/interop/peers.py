@@ -25,9 +25,10 @@ from typing import Any
 import httpx
 import psutil
 
+from mini_engine.cache import cache_dir
 from mini_engine.entrypoints.supervise import find_vllm_rs
 from mini_engine.exceptions import VLLMValidationError
-from mini_engine.model.default_model import cache_dir, prepare
+from mini_engine.model.default_model import prepare
 from tests.not_run import not_run
 from tests.server.serving import CLI, wait_until
 

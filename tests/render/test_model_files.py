@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -137,6 +138,17 @@ def test_converted_once_by_transformers_and_kept(tmp_path, monkeypatch):
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.eos_token_id == byte_level().eos_token_id
     assert not list((tmp_path / "cache" / "tokenizers").glob("tmp*"))
+
+
+def test_no_place_for_a_conversion_says_what_to_set(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    monkeypatch.setenv("MINI_ENGINE_CACHE", str(tmp_path / "tokenizer.model"))  # a file
+    with pytest.raises(VLLMValidationError, match=r"cannot keep a tokenizer in .*set MINI_ENGINE_CACHE to another place"):
+        Tokenizer.load(tmp_path)
+    monkeypatch.delenv("MINI_ENGINE_CACHE")
+    monkeypatch.setattr(Path, "home", lambda: Path("~nobody-at-all").expanduser())
+    with pytest.raises(VLLMValidationError, match="Set MINI_ENGINE_CACHE"):
+        Tokenizer.load(tmp_path)
 
 
 def test_failed_conversion_gives_the_reason_and_leaves_nothing(tmp_path, monkeypatch):
