@@ -66,4 +66,4 @@ def test_what_is_left_running_fails_the_run_and_is_ended(tmp_path: Path) -> None
     pid = int((tmp_path / "pid").read_text())
     assert f"left running by a test: processes {{{pid}:" in run.stdout
     assert "threads ['core-loop']" in run.stdout
-    assert not psutil.pid_exists(pid) or not still_running([psutil.Process(pid)])
+    assert not still_running([process for process in psutil.process_iter() if process.pid == pid])

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import httpx
@@ -29,7 +29,7 @@ def wait_until(condition: Callable[[], Any], what: str | Callable[[], str], time
     return value
 
 
-def still_running(processes: Iterable[psutil.Process], timeout: float = 10.0) -> list[psutil.Process]:
+def still_running(processes: Collection[psutil.Process], timeout: float = 10.0) -> list[psutil.Process]:
     """Those that have not ended after `timeout` seconds. A zombie has: whoever inherited it has only not asked yet."""
 
     def runs(process: psutil.Process) -> bool:

@@ -41,7 +41,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 
 def gone(pids: list[int]) -> bool:
-    return not still_running([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], DEADLINE_S)
+    return not still_running([process for process in psutil.process_iter() if process.pid in pids], DEADLINE_S)
 
 
 # ── local ───────────────────────────────────────────────────────────────────────────────────────────────
