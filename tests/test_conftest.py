@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.server.serving import still_running
+from tests.server.serving import wait_ended
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = "import subprocess, sys, threading\nimport pytest\nfrom tests.not_run import not_run\n\n"
@@ -66,4 +66,4 @@ def test_what_is_left_running_fails_the_run_and_is_ended(tmp_path: Path) -> None
     pid = int((tmp_path / "pid").read_text())
     assert f"left running by a test: processes {{{pid}:" in run.stdout
     assert "threads ['core-loop']" in run.stdout
-    assert not still_running([process for process in psutil.process_iter() if process.pid == pid])
+    wait_ended([process for process in psutil.process_iter() if process.pid == pid])

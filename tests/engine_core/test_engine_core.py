@@ -17,12 +17,7 @@ from mini_engine.executor.mock import MockExecutor, mock_generate
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.scheduler.request import Request
 from mini_engine.wire.messages import EngineCoreEventType, FinishReason
-from tests.engine_core.harness import VOCAB_SIZE, Streams, make_request, mock_config, write_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
+from tests.engine_core.harness import VOCAB_SIZE, Streams, make_request, mock_config
 
 
 @pytest.fixture(params=["off", "on"])

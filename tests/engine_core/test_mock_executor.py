@@ -15,12 +15,7 @@ from mini_engine.executor.abstract import Executor
 from mini_engine.executor.mock import MockExecutor, mock_generate, mock_token
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.step import CachedRequestData, KVCacheConfig, ModelRunnerOutput, NewRequestData, SchedulerOutput
-from tests.engine_core.harness import VOCAB_SIZE, mock_config, write_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
+from tests.engine_core.harness import VOCAB_SIZE, mock_config
 
 
 @pytest.fixture

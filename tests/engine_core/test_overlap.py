@@ -19,7 +19,7 @@ from mini_engine.scheduler.async_scheduler import AsyncScheduler
 from mini_engine.scheduler.scheduler import Scheduler
 from mini_engine.step import ModelRunnerOutput, SchedulerOutput
 from mini_engine.wire.messages import FinishReason
-from tests.engine_core.harness import VOCAB_SIZE, Streams, make_request, mock_config, write_model
+from tests.engine_core.harness import VOCAB_SIZE, Streams, make_request, mock_config
 from tests.tiny_model import load_reference, make_tiny_model, reference_greedy
 
 DEADLINE_S = 20
@@ -43,11 +43,6 @@ class GatedExecutor(MockExecutor):
     def _forward(self, scheduler_output: SchedulerOutput, handed_over: float) -> ModelRunnerOutput | None:
         assert self._may_run.acquire(timeout=DEADLINE_S), "nobody released the step"
         return super()._forward(scheduler_output, handed_over)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from tests.interop import peers
 from tests.interop.cases import TEXT
 from tests.interop.peers import MOCK, NAME, running
 from tests.interop.test_death import LONG, SLOW, stream
-from tests.server.serving import CLI, run_cli, still_running, wait_until
+from tests.server.serving import CLI, run_cli, wait_ended, wait_until
 
 
 def script(path: Path, body: str) -> str:
@@ -199,7 +199,7 @@ def test_a_parent_that_is_killed_leaves_nothing(kind: str) -> None:
         children = family(server.front_end.popen.pid)
         assert len(children) == 2
         server.front_end.popen.kill()
-        assert not still_running(children, timeout=15)
+        wait_ended(children, timeout=15)
 
 
 def test_a_second_interrupt_does_not_wait() -> None:

@@ -29,19 +29,20 @@ def wait_until(condition: Callable[[], Any], what: str | Callable[[], str], time
     return value
 
 
-def still_running(processes: Collection[psutil.Process], timeout: float = 10.0) -> list[psutil.Process]:
-    """Those that have not ended after `timeout` seconds. A zombie has: whoever inherited it has only not asked yet."""
+def wait_ended(processes: Collection[psutil.Process], timeout: float = 10.0) -> None:
+    """Until all have ended. A zombie has: whoever inherited it has only not asked yet."""
 
-    def runs(process: psutil.Process) -> bool:
-        try:
-            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
+    def running() -> list[psutil.Process]:
+        return [process for process in processes if _status(process) not in (None, psutil.STATUS_ZOMBIE)]
 
-    deadline = time.monotonic() + timeout
-    while (left := [process for process in processes if runs(process)]) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return left
+    wait_until(lambda: not running(), lambda: f"still running: {running()}", timeout)
+
+
+def _status(process: psutil.Process) -> str | None:
+    try:
+        return process.status() if process.is_running() else None
+    except psutil.NoSuchProcess:
+        return None
 
 
 class Served:

@@ -18,7 +18,7 @@ import pytest
 from mini_engine.entrypoints.serve import bind_http
 from mini_engine.exceptions import VLLMValidationError
 from tests.server.fake import parse_sse
-from tests.server.serving import CLI, MESSAGES, START_S, Served, run_cli, serving, still_running, wait_until
+from tests.server.serving import CLI, MESSAGES, START_S, Served, run_cli, serving, wait_ended, wait_until
 
 LONG: dict[str, Any] = {"prompt": [9], "max_tokens": 8000, "ignore_eos": True}
 
@@ -223,7 +223,7 @@ def test_front_ends_that_wait_for_an_engine_end_with_their_parent(signum: signal
         out, err = process.communicate(timeout=10)
         assert (process.returncode, out) == ({signal.SIGTERM: 0, signal.SIGINT: 130}.get(signum, -signum), "")
         assert "killed" not in err and "Traceback" not in err
-        assert not still_running(front_ends, timeout=5)
+        wait_ended(front_ends, timeout=5)
     finally:
         for each in (process, *front_ends):  # all: each holds the pipes
             with contextlib.suppress(psutil.NoSuchProcess):

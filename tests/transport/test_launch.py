@@ -27,7 +27,7 @@ from mini_engine.transport.client import AsyncMPClient
 from mini_engine.transport.launch import EngineHandles, launch_engines, wait_for_remote_engines
 from mini_engine.transport.listeners import bind_listeners
 from mini_engine.wire.handshake import engine_identity
-from tests.server.serving import still_running
+from tests.server.serving import wait_ended
 from tests.transport.fake_engine import FakeEngine
 
 DEADLINE_S = 20.0
@@ -40,8 +40,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     return EngineConfig(model=str(directory), executor="mock")
 
 
-def gone(pids: list[int]) -> bool:
-    return not still_running([process for process in psutil.process_iter() if process.pid in pids], DEADLINE_S)
+def wait_gone(pids: list[int]) -> None:
+    wait_ended([process for process in psutil.process_iter() if process.pid in pids], DEADLINE_S)
 
 
 # ── local ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -60,7 +60,7 @@ def test_two_real_engines_start_answer_and_stop(config: EngineConfig) -> None:
         assert [process.returncode for process in engines.processes] == [0, 0]
         return [process.pid for process in engines.processes]
 
-    assert gone(asyncio.run(main()))
+    wait_gone(asyncio.run(main()))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("engine-watch")]
 
 
@@ -90,7 +90,7 @@ def spawn_instead(monkeypatch: pytest.MonkeyPatch, code: str) -> list[subprocess
 def test_the_engines_own_end_is_told_before_that_of_a_front_end_which_heard_of_it(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spawn_instead(monkeypatch, "import sys, time; time.sleep(0.2); sys.exit(2)")  # later than a first look at the processes
+    spawn_instead(monkeypatch, "import sys; sys.exit(2)")  # after a first look at the processes: Python takes its time
     front_end = subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(1)"])
     front_end.wait(DEADLINE_S)
     listeners = bind_listeners()
@@ -142,7 +142,7 @@ sys.stdin.read()
         pid, directory = parent.stdout.readline().split()
         assert psutil.pid_exists(int(pid))
         parent.kill()
-    assert gone([int(pid)])
+    wait_gone([int(pid)])
     assert not Path(directory).exists()  # nobody else was left to remove it
 
 
